@@ -12,7 +12,8 @@
     ucp.load_into(model, "dp=2", "ckpt", optimizer=optimizer)  # at resume time, on every rank
     ucp.save(model, optimizer, "dp=2", "ckpt/step100")         # from a run, on every rank
 
-`ucp.inspect` gives the index, even of a checkpoint with holes. Importing this package imports no torch.
+`ucp.inspect` gives the index, even of a checkpoint with holes. `ucp.densify` replays a sparse window on a live model.
+Importing this package imports no torch.
 """
 
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ from ucp.api import (  # ucp.open is the name users look for
     experts,
     inspect,
     open,  # noqa: A004  # ucp.open is the name users look for
+    place,
     plan,
     verify,
 )
@@ -34,6 +36,7 @@ from ucp.core.topology import Topology
 from ucp.errors import UcpError
 
 if TYPE_CHECKING:
+    from ucp import replay
     from ucp.chain.delta.write import DeltaReport
     from ucp.checks.verify import DiffReport, VerifyReport
     from ucp.conversion.convert import ConvertReport
@@ -41,10 +44,13 @@ if TYPE_CHECKING:
     from ucp.live.load import load_into
     from ucp.live.report import LoadReport
     from ucp.moe.report import ExpertsReport
+    from ucp.placement.placement import Placement
+    from ucp.replay.densify import DensifyReport, densify
     from ucp.saving.job import SaveHandle
     from ucp.saving.plan import Full, PartialExperts
     from ucp.saving.report import SaveReport
     from ucp.saving.save import save
+    from ucp.saving.window import SparseWindow
 
     __version__: str
 else:
@@ -53,14 +59,18 @@ else:
         "Checkpoint": "ucp.live.checkpoint",
         "ConvertReport": "ucp.conversion.convert",
         "DeltaReport": "ucp.chain.delta.write",
+        "DensifyReport": "ucp.replay.densify",
         "DiffReport": "ucp.checks.verify",
         "ExpertsReport": "ucp.moe.report",
         "Full": "ucp.saving.plan",
         "LoadReport": "ucp.live.report",
         "PartialExperts": "ucp.saving.plan",
+        "Placement": "ucp.placement.placement",
         "SaveHandle": "ucp.saving.job",
         "SaveReport": "ucp.saving.report",
+        "SparseWindow": "ucp.saving.window",
         "VerifyReport": "ucp.checks.verify",
+        "densify": "ucp.replay.densify",
         "load_into": "ucp.live.load",
         "save": "ucp.saving.save",
     }
@@ -71,10 +81,12 @@ else:
             from importlib.metadata import version
 
             return version("universal-checkpoint")
-        if name not in _PLACES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module
 
+        if name == "replay":
+            return import_module("ucp.replay")
+        if name not in _PLACES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(_PLACES[name]), name)
 
 
@@ -84,26 +96,32 @@ __all__ = [
     "Checkpoint",
     "ConvertReport",
     "DeltaReport",
+    "DensifyReport",
     "DiffReport",
     "ExpertsReport",
     "Full",
     "LoadReport",
     "PartialExperts",
+    "Placement",
     "PlanReport",
     "SaveHandle",
     "SaveReport",
+    "SparseWindow",
     "Topology",
     "UcpError",
     "VerifyReport",
     "add_to_chain",
     "convert",
     "delta",
+    "densify",
     "diff",
     "experts",
     "inspect",
     "load_into",
     "open",
+    "place",
     "plan",
+    "replay",
     "save",
     "verify",
 ]

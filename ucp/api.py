@@ -8,9 +8,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Unpack
+from typing import Literal, Unpack
 
 import ucp  # for return types, which are imported only when an annotation is evaluated
 from ucp.chain.staleness import check_staleness
@@ -22,6 +22,7 @@ from ucp.conversion.arguments import (
     ExpertArguments,
     PlanArguments,
     SourceArguments,
+    VerifyArguments,
     takes_options,
 )
 from ucp.conversion.destination.disk import is_begun
@@ -30,6 +31,7 @@ from ucp.conversion.options import ConvertOptions, make_options
 from ucp.conversion.plan_report import PlanReport, preview
 from ucp.conversion.prepare import SilentObserver
 from ucp.core.index import Index
+from ucp.errors import UsageError
 from ucp.io.folder import is_url, parse_path
 from ucp.source.moments import describe_zero_moments, detect_first_step
 from ucp.source.read import Survey, add_doubts, index_of, pause_gc, read_index, survey
@@ -45,6 +47,7 @@ __all__ = [
     "inspect",
     "is_unfinished",
     "open",
+    "place",
     "plan",
     "survey",
     "verify",
@@ -96,7 +99,7 @@ def experts(
 
     checked = make_options(**options)
     index = index_of(parse_path(path), source=checked.source)
-    report = report_experts(index, observer or SilentObserver(), threads=_threads(checked, (path,)))
+    report = report_experts(index, _check_observer(observer), threads=_threads(checked, (path,)))
     return replace(report, notes=(*describe_staleness(measure_staleness(index)), *report.notes))
 
 
@@ -140,8 +143,59 @@ def delta(
     first, second = (read_with_options(parse_path(path), source=checked.source) for path in (a, b))
     threads = _threads(checked, (a, b))
     return write_delta(
-        first, second, parse_path(out), encoding=encoding, threads=threads, observer=observer or SilentObserver()
+        first, second, parse_path(out), encoding=encoding, threads=threads, observer=_check_observer(observer)
     )
+
+
+def place(
+    loads: Mapping[int, Sequence[float]] | Sequence[Sequence[float]] | ucp.ExpertsReport | type_path,
+    *,
+    nodes: int,
+    slots: int,
+    gpus: int = 1,
+    threshold: int = 2,
+    goal: Literal["survival", "balance"] = "survival",
+) -> ucp.Placement:
+    """Place the experts of every layer on GPUs: busy ones several times, so that lost nodes cost no expert.
+
+    Parameters
+    ----------
+    loads
+        Tokens of each expert: {layer: [experts]}, [layers][experts], the report of `ucp.experts`, or a file or
+        checkpoint (`ucp.placement.loads`).
+    nodes, gpus, slots
+        Nodes, GPUs of a node, and experts of a layer that fit on a GPU.
+    threshold
+        Distinct nodes that every expert is on, at least: fewer lost nodes than that lose no expert.
+    goal
+        "survival": lost nodes are least likely to cost an expert; "balance": the busiest GPU has fewest tokens. The
+        other decides between equals.
+
+    Raises
+    ------
+    UsageError
+        There are too few slots or nodes, or `loads` are of no known form.
+    SourceError
+        A file or checkpoint cannot be read.
+
+    Allocation and grouping are those of Lazarus (eq. 1, MRO), packing that of DeepSeek's EPLB.
+    """
+    from ucp.placement.loads import loads_of_report, parse_loads, read_loads
+    from ucp.placement.place import place as place_experts
+    from ucp.placement.placement import Cluster
+
+    cluster = Cluster(nodes=nodes, gpus=gpus, slots=slots)
+    notes: tuple[str, ...] = ()
+    if isinstance(loads, str | os.PathLike):
+        path = parse_path(loads)
+        is_file = path.suffix in (".json", ".jsonl", ".pt", ".pth") and not is_url(str(path)) and path.is_file()
+        loads = read_loads(path) if is_file else experts(path)
+    if isinstance(loads, Mapping | Sequence):
+        tokens = parse_loads(loads)
+    else:
+        tokens, what = loads_of_report(loads)
+        notes = (f"the loads are {what} of {loads.path}",)
+    return replace(place_experts(tokens, cluster, threshold=threshold, goal=goal), notes=notes)
 
 
 @takes_options(PlanArguments)
@@ -183,12 +237,19 @@ def convert(
     """
     from ucp.conversion.convert import carry_out
 
-    return carry_out(parse_path(src), parse_path(dst), make_options(**options), observer or SilentObserver())
+    return carry_out(parse_path(src), parse_path(dst), make_options(**options), _check_observer(observer))
 
 
 def is_unfinished(dst: type_path) -> bool:
     """Whether a conversion to `dst` was interrupted, so that `resume` can continue it."""
     return is_begun(parse_path(dst))
+
+
+def _check_observer(observer: Observer | None) -> Observer:
+    """The observer, or a silent one. Raises UsageError for anything else."""
+    if not isinstance(observer, Observer | None):
+        raise UsageError(f"expected an observer (begin, advance, end) or None; got {observer!r}")
+    return SilentObserver() if observer is None else observer
 
 
 def _threads(options: ConvertOptions, paths: Iterable[type_path | None]) -> int:
@@ -199,13 +260,13 @@ def _threads(options: ConvertOptions, paths: Iterable[type_path | None]) -> int:
     return fit_threads(options.memory, requested=options.workers or 0, remote=remote)
 
 
-@takes_options(CompareArguments)
+@takes_options(VerifyArguments)
 def verify(
     path: type_path,
     *,
     against: type_path | None = None,
     observer: Observer | None = None,
-    **options: Unpack[CompareArguments],
+    **options: Unpack[VerifyArguments],
 ) -> ucp.VerifyReport:
     """Prove that the checkpoint at `path` is complete, undamaged and, if asked, equal to `against` bit for bit.
 
@@ -216,8 +277,9 @@ def verify(
     `include`, `exclude`: globs over parameter names, or name/state, that choose what is compared with `against`;
     `weights`: compare the weights alone, e.g. those of an export with those of the run. `family`, `patterns`,
     `shapes_from` and `param_order`: see `convert`; they apply to both checkpoints, as far as their formats need them.
-    `workers`: threads, by default four, or eight with a bucket; `memory`: bytes for all threads together, in addition
-    to the interpreter's own.
+    `accept`: doubts that are notes instead of problems, such as those accepted when `path` was converted. `workers`:
+    threads, by default four, or eight with a bucket; `memory`: bytes for all threads together, in addition to the
+    interpreter's own.
     """
     from ucp.checks.verify import verify_checkpoint
 
@@ -227,8 +289,9 @@ def verify(
         against=None if against is None else parse_path(against),
         names=checked.selection,
         source=checked.source,
+        accept=checked.accept,
         threads=_threads(checked, (path, against)),
-        observer=observer or SilentObserver(),
+        observer=_check_observer(observer),
     )
 
 
@@ -256,5 +319,5 @@ def diff(
         extras=switch_parser("extras")(extras),
         source=checked.source,
         threads=_threads(checked, (a, b)),
-        observer=observer or SilentObserver(),
+        observer=_check_observer(observer),
     )

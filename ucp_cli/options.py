@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from ucp.contract import plugins, registry
-from ucp.conversion.arguments import CompareArguments, ExpertArguments, SourceArguments, list_options
+from ucp.conversion.arguments import CompareArguments, ExpertArguments, SourceArguments, VerifyArguments, list_options
 from ucp.conversion.option import Option, parse_iteration, parse_memory, parse_share
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
@@ -152,7 +152,7 @@ def _option(option: Option, arguments: type[SourceArguments]) -> Callable[[F], F
         keywords = {"is_flag": True}
     if option.shown or isinstance(option.default, str):
         keywords |= {"default": option.shown or option.default, "show_default": bool(option.shown)}
-    is_comparing = arguments in (CompareArguments, ExpertArguments)
+    is_comparing = arguments in (CompareArguments, VerifyArguments, ExpertArguments)
     text = option.comparing if is_comparing and option.comparing else option.help
     names = filter(None, (option.flag, option.alternative, option.name))
     return click.option(*names, help=text, **keywords | _DETAILS.get(option.name, {}))

@@ -14,13 +14,14 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from ucp.errors import MalformedError, UsageError, format_list
+from ucp.errors import MalformedError, UnsupportedError, UsageError, format_list
 from ucp.io.files import open_source
 from ucp.io.folder import is_url, resolve_from
 from ucp.io.json_text import Natural, NotJson, decode
 from ucp.io.writing import replace_file
 
 CHAIN = "chain.json"
+_VERSION = 1
 _LONGEST = 64 << 20
 """Bytes of a chain.json, at most: half a million links."""
 
@@ -37,18 +38,35 @@ class Link(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class ChainDocument(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The document."""
 
-    version: Annotated[int, Meta(ge=1, le=1)]
+    version: int
     """1."""
     links: tuple[Link, ...]
     """In increasing iteration."""
+    oldest: Natural | None = None
+    """Oldest iteration that can be read, as links that older ones need were removed; None if that is the first."""
+
+
+class _Version(Struct):
+    version: Annotated[int, Meta(ge=1)]
 
 
 def read_chain(folder: Path) -> tuple[Link, ...]:
-    """Links of the chain in `folder`, with paths that are resolved. Raises MalformedError, MissingFileError."""
+    """Links of the chain in `folder`, with paths that are resolved. Raises what `read_document` raises."""
+    links = read_document(folder).links
+    return tuple(Link(path=str(resolve_from(folder, link.path)), iteration=link.iteration) for link in links)
+
+
+def read_document(folder: Path) -> ChainDocument:
+    """The document of the chain in `folder`. Raises MalformedError, MissingFileError, UnsupportedError."""
     path = folder / CHAIN
     with open_source(str(path)) as file:
         text = file.read(0, min(file.nbytes, _LONGEST + 1))
     try:
+        version = decode(text, _Version).version
+        if version > _VERSION:
+            raise UnsupportedError(
+                f"expected version {_VERSION} of {path}; got {version}. It needs a newer ucp: upgrade"
+            )
         document = decode(text, ChainDocument)
     except NotJson as error:
         raise MalformedError(
@@ -65,7 +83,7 @@ def read_chain(folder: Path) -> tuple[Link, ...]:
             f"expected links of increasing iterations in {path}; {what}Delete it and list the links again "
             "(ucp chain add)"
         )
-    return tuple(Link(path=str(resolve_from(folder, link.path)), iteration=link.iteration) for link in document.links)
+    return document
 
 
 def sort_links(links: Iterable[Link]) -> tuple[Link, ...]:
@@ -80,14 +98,18 @@ def sort_links(links: Iterable[Link]) -> tuple[Link, ...]:
     return links
 
 
-def write_chain(folder: Path, links: tuple[Link, ...]) -> None:
+def write_chain(folder: Path, links: tuple[Link, ...], *, oldest: int | None = None) -> None:
     """Write `chain.json` atomically, with `links` (absolute paths) in increasing iteration.
 
-    Paths below `folder` are written as relative ones. Raises UsageError if two links have the same iteration.
+    `oldest`: the oldest iteration that can be read; None leaves it. Paths below `folder` are written as relative ones.
+    Raises UsageError if two links have the same iteration.
     """
     root = str(folder.absolute())
     documents = [{"path": _shorten(link.path, root), "iteration": link.iteration} for link in sort_links(links)]
-    text = json.dumps({"version": 1, "links": documents}, indent=1, ensure_ascii=False)
+    if oldest is None and (folder / CHAIN).is_file():
+        oldest = read_document(folder).oldest
+    document = {"version": _VERSION, "links": documents, **({} if oldest is None else {"oldest": oldest})}
+    text = json.dumps(document, indent=1, ensure_ascii=False)
     replace_file(folder / CHAIN, text.encode("utf-8", "surrogateescape") + b"\n")
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ucp.chain.document import CHAIN, Link, read_chain, sort_links, write_chain
+from ucp.chain.document import CHAIN, Link, read_chain, read_document, sort_links, write_chain
 from ucp.chain.merge import LinkIndex, choose_links, merge
 from ucp.contract.locating import Evidence, Strength
 from ucp.contract.protocols import Format, SourceOptions
@@ -42,12 +42,23 @@ class ChainFormat(Format):
 
     def read(self, path: Path) -> Index:
         """Index of the chain at the iteration in the options. Raises SourceError, UsageError."""
-        folder = (path.parent if path.name == CHAIN else path).absolute()
-        links = read_chain(folder)
-        wanted = links[: choose_links([link.iteration for link in links], self.options.at)]
+        indexes = self.read_links(path)
+        folder = _find_folder(path)
+        return merge(indexes, path=str(folder), evidence=(CHAIN, f"{len(indexes)} of {len(read_chain(folder))} links"))
+
+    def read_links(self, path: Path) -> tuple[LinkIndex, ...]:
+        """The links of the chain up to that iteration, the oldest first. Raises SourceError, UsageError."""
+        links, at = read_chain(_find_folder(path)), self.options.at
+        oldest = read_document(_find_folder(path)).oldest
+        if at is not None and oldest is not None and at < oldest:
+            raise UsageError(f"expected iteration {oldest} or later, as links before it were removed; got --at {at}")
+        wanted = links[: choose_links([link.iteration for link in links], at)]
         of_links = replace(self.options, at=None)
-        indexes = [LinkIndex(link.iteration, _read_link(link, of_links)) for link in wanted]
-        return merge(indexes, path=str(folder), evidence=(CHAIN, f"{len(wanted)} of {len(links)} links"))
+        return tuple(LinkIndex(link.iteration, _read_link(link, of_links)) for link in wanted)
+
+
+def _find_folder(path: Path) -> Path:
+    return (path.parent if path.name == CHAIN else path).absolute()
 
 
 def add_links(folder: Path, paths: Iterable[Path], *, iteration: int | None) -> tuple[Link, ...]:
@@ -61,16 +72,19 @@ def add_links(folder: Path, paths: Iterable[Path], *, iteration: int | None) -> 
         )
     if not (folder / CHAIN).exists():
         _check_free(folder)
+    if iteration is not None and (type(iteration) is not int or not 0 <= iteration < 1 << 63):
+        raise UsageError(f"expected --iteration to be a whole number from 0 on; got {iteration!r}")
     links = _list(folder)
     for path in paths:
         fmt, evidence = recognise(path)
         if fmt.takes_time:
             raise UsageError(f"expected checkpoints to add to a chain; {path} is a chain itself: add its links")
         place = to_absolute(evidence.root)
-        if os.path.realpath(place) == os.path.realpath(folder):
+        key = _identify(place)
+        if key == _identify(str(folder)):
             raise UsageError(f"expected a chain in a folder of its own; {folder} holds the checkpoint {path} itself")
-        if place in links:
-            listed = links[place].iteration
+        if key in links:
+            listed = links[key].iteration
             if iteration not in (None, listed):
                 raise UsageError(f"expected --iteration {listed}, which the chain lists for {path}; got {iteration}")
             continue
@@ -79,7 +93,7 @@ def add_links(folder: Path, paths: Iterable[Path], *, iteration: int | None) -> 
             raise UsageError(f"expected a checkpoint that records its training step; {path} does not: pass --iteration")
         if step is not None and iteration not in (None, step):
             raise UsageError(f"expected --iteration {step}, which {path} records; got {iteration}")
-        links[place] = Link(path=place, iteration=step if step is not None else iteration or 0)
+        links[key] = Link(path=place, iteration=step if step is not None else iteration or 0)
     sort_links(links.values())  # refuses two of one iteration before the folder is created
     folder.mkdir(parents=True, exist_ok=True)
     with _lock(folder):
@@ -88,8 +102,13 @@ def add_links(folder: Path, paths: Iterable[Path], *, iteration: int | None) -> 
 
 
 def _list(folder: Path) -> dict[str, Link]:
-    """Links of the chain in `folder` by path; none if there is no chain."""
-    return {link.path: link for link in (read_chain(folder) if (folder / CHAIN).is_file() else ())}
+    """Links of the chain in `folder` by `_identify`; none if there is no chain."""
+    return {_identify(link.path): link for link in (read_chain(folder) if (folder / CHAIN).is_file() else ())}
+
+
+def _identify(path: str) -> str:
+    """The same text for all paths of a checkpoint, symbolic links included."""
+    return path if is_url(path) else os.path.realpath(path)
 
 
 @contextmanager
@@ -122,15 +141,15 @@ def _read_link(link: Link, options: SourceOptions) -> Index:
         fmt, _ = recognise(path_of(link.path), options=options)
     except UnknownFormatError as error:
         raise UnknownFormatError(
-            f"expected all links of the chain: {error}\nIf it was moved or deleted, delete chain.json and list the "
-            "links again (ucp chain add)"
+            f"link of iteration {link.iteration} of the chain: {error}\nIf it was moved or deleted, delete chain.json "
+            "and list the links again (ucp chain add)"
         ) from error
     if isinstance(fmt, ChainFormat):
         raise MalformedError(f"expected checkpoints in a chain; {link.path} is a chain itself: list its links instead")
     index = fmt.read(path_of(link.path))
     if index.step is not None and index.step != link.iteration:
         raise MalformedError(
-            f"expected {link.path} to be of iteration {link.iteration}, as the chain lists it; it is of {index.step}. "
-            "It was saved again since: delete chain.json and list the links again (ucp chain add)"
+            f"expected iteration {link.iteration} in {link.path}, as the chain lists it; it now holds iteration "
+            f"{index.step}: it was saved again. Delete chain.json and list the links again (ucp chain add)"
         )
     return index

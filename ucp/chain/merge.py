@@ -46,8 +46,16 @@ def merge(links: Sequence[LinkIndex], *, path: str, evidence: tuple[str, ...]) -
     newest = links[-1]
     holders: dict[str, list[LinkIndex]] = {name: [] for name in _list_names(links)}
     for link in links:
-        for name in link.index.atoms:
-            holders[name].append(link)
+        for name, atom in link.index.atoms.items():
+            if not atom.is_cast:
+                holders[name].append(link)
+    unsaved = [name for name, of_param in holders.items() if not of_param]
+    if unsaved:
+        raise MissingStateError(
+            f"expected a link of {path} that has the full states of every parameter; those of these are in none up to "
+            f"iteration {newest.iteration}, in which a window is incomplete:\n{format_list(unsaved)}\nRead the first "
+            f"link of the window alone: it has the weights with which the model computes"
+        )
     chosen = {name: _choose(name, links_of_param) for name, links_of_param in holders.items()}
     atoms = {
         name: replace(link.index.atoms[name], iteration=link.iteration if link is not newest else None)

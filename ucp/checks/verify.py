@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ucp.checks.changes import make_tables
+from ucp.checks.pair import (
+    ALL,
+    SourceReader,
+    describe_no_overlap,
+    drop_optional,
+    rename_as,
+    select_compared,
+)
 from ucp.contract.protocols import Observer, SourceOptions
 from ucp.contract.registry import recognise
 from ucp.core.gaps import describe_state_gaps, find_state_gaps
-from ucp.core.index import TAG, WEIGHT, DoubtKind, Index
+from ucp.core.index import DoubtKind, Index
 from ucp.core.text.page import Page, Report, facts, lines
 from ucp.core.text.units import nbytes_text
 from ucp.errors import (
@@ -19,21 +27,18 @@ from ucp.errors import (
     CorruptError,
     CoverError,
     DestinationError,
-    IdleOptionError,
     MalformedError,
     MissingFileError,
     UsageError,
     format_count,
+    format_list,
 )
 from ucp.io.folder import path_of
 from ucp.io.provenance import check_unchanged, find_damage, find_destination, read_mark
 from ucp.moe.report import check_experts
-from ucp.source.read import index_of
 from ucp.source.selection import NameFilter
 from ucp.transfer.compare import count_checked_bytes, find_corruption, find_drift
 from ucp.transfer.differences import Change, compare, describe_casts, find_equal_casts, keeps_extras, pair_states
-
-_ALL = NameFilter()
 
 _UNPROVED = (
     "its files record no checksums: headers, sizes and shapes were checked, but not the bytes of tensors. Use "
@@ -151,22 +156,24 @@ def verify_checkpoint(
     path: Path,
     *,
     against: Path | None,
-    names: NameFilter = _ALL,
+    names: NameFilter = ALL,
     source: SourceOptions,
+    accept: Collection[DoubtKind] = (),
     threads: int,
     observer: Observer,
 ) -> VerifyReport:
     """Verify a checkpoint for `ucp.verify`. Raises UsageError.
 
     `source`: options for reading; each applies to `path`, `against` or both, wherever a format can use it. `names`:
-    which parameters and states are compared with `against`; all of `path` is checked for damage in any case.
+    which parameters and states are compared with `against`; all of `path` is checked for damage in any case. `accept`:
+    doubts that are notes, not problems.
     """
-    if against is None and names != _ALL:
+    if against is None and names != ALL:
         raise UsageError(
             "--include, --exclude and --weights select what is compared with another checkpoint: name it by --against"
         )
     recognise(path)
-    reader = _SourceReader(source)
+    reader = SourceReader(source)
     other = None if against is None else reader.read(against)
     changes: list[Change] = []
     drift: list[str] = []
@@ -178,24 +185,32 @@ def verify_checkpoint(
     try:
         index = reader.read(path)
         reader.check_used()
+        accepted = [f"--accept {doubt.kind}: {doubt.text}" for doubt in index.doubts if doubt.kind in accept]
+        index = replace(index, doubts=tuple(doubt for doubt in index.doubts if doubt.kind not in accept))
         problems = [*_list_oddities(index), *_find_changed_files(index), *find_corruption(index, observer, threads)]
         drift = find_drift(index, observer, threads)
         unnamed = _list_unnamed(index)
         checked = count_checked_bytes(index)
-        notes = (*index.unchecked, *([_UNPROVED] if index.nbytes and not checked else []))
+        notes = (
+            *accepted,
+            *_describe_buffers(index),
+            *index.unchecked,
+            *([_UNPROVED] if index.nbytes and not checked else []),
+        )
         experts = [doubt.text for doubt in index.doubts if doubt.kind is DoubtKind.EXPERTS]
         if len(problems) == len(experts):  # of damaged bytes nothing else is to be said
             faults, expert_notes = check_experts(index, observer, threads=threads)
             experts, problems, notes = [*experts, *faults], [*problems, *faults], (*notes, *expert_notes)
         problems += [*drift, *unnamed]
-        if other is not None and len(problems) == len(unnamed):
-            compares_extras = keeps_extras(other, index) and names == _ALL
-            a, b = _select_compared((_drop_optional(other, index), _drop_optional(index, index)), names)
+        if against is not None and other is not None and len(problems) == len(unnamed):
+            other = rename_as(index, other, against, source)
+            compares_extras = keeps_extras(other, index) and names == ALL
+            a, b = select_compared((drop_optional(other, index), drop_optional(index, index)), names)
             changes = [
                 change.swapped()
                 for change in compare(a, b, observer, cast=True, extras=compares_extras, threads=threads)
             ]
-            casts, notes = describe_casts(a, b), (*notes, *_describe_no_overlap(other, index))
+            casts, notes = describe_casts(a, b), (*notes, *describe_no_overlap(other, index))
             check_unchanged(other.files)
         check_unchanged(index.files)
     except _DAMAGE as error:
@@ -214,47 +229,11 @@ def verify_checkpoint(
     )
 
 
-def _drop_optional(index: Index, store: Index) -> Index:
-    """`index` without extras that a conversion may leave out: the tag, and sidecar files that `store` does not have."""
-    names = {extra.name for extra in store.extras}
-    extras = (stored for stored in index.extras if stored.name in names or not stored.is_sidecar)
-    return replace(index, extras=tuple(stored for stored in extras if stored.name != TAG))
-
-
-def _select_compared(both: tuple[Index, Index], names: NameFilter) -> tuple[Index, Index]:
-    """Two checkpoints, narrowed to the parameters and states that `names` selects.
-
-    Hyper-parameters are kept for parameters with selected optimizer states. Raises UsageError for a glob that matches
-    nothing in either checkpoint.
-    """
-    if names == _ALL:
-        return both
-    names.check_used((atom.name, state) for index in both for atom, state, _ in index.states())
-    a, b = (_narrow(index, names) for index in both)
-    return a, b
-
-
-def _narrow(index: Index, names: NameFilter) -> Index:
-    narrowed = {
-        name: replace(atom, states={state: stored for state, stored in atom.states.items() if names.keeps(name, state)})
-        for name, atom in index.atoms.items()
-    }
-    atoms = {name: atom for name, atom in narrowed.items() if atom.states}
-    with_states = {name for name, atom in atoms.items() if atom.states.keys() - {WEIGHT}}
-    groups = [replace(group, params=tuple(p for p in group.params if p in with_states)) for group in index.groups]
-    return replace(
-        index,
-        atoms=atoms,
-        groups=tuple(group for group in groups if group.params),
-        aliases={alias: name for alias, name in index.aliases.items() if name in atoms},
-    )
-
-
 def diff_checkpoints(
     a: Path,
     b: Path,
     *,
-    names: NameFilter = _ALL,
+    names: NameFilter = ALL,
     extras: bool,
     source: SourceOptions,
     threads: int,
@@ -265,10 +244,10 @@ def diff_checkpoints(
     `source`: options for reading; each applies to `a`, `b` or both, wherever a format can use it. `names`: which
     parameters and states are compared.
     """
-    reader = _SourceReader(source)
+    reader = SourceReader(source)
     index_a, index_b = reader.read(a), reader.read(b)
     reader.check_used()
-    index_a, index_b = _select_compared((index_a, index_b), names)
+    index_a, index_b = select_compared((index_a, index_b), names)
     both = [pair.a for pair in pair_states(index_a, index_b) if pair.a.global_shape == pair.b.global_shape]
     changes = compare(index_a, index_b, observer, extras=extras, threads=threads)
     recast = _find_recast_counts(changes, index_a)
@@ -284,7 +263,7 @@ def diff_checkpoints(
         nbytes_compared=sum(state.nbytes for state in both),
         changes=tuple(change for change in changes if change not in recast),
         notes=(
-            *_describe_no_overlap(index_a, index_b),
+            *describe_no_overlap(index_a, index_b),
             *casts,
             *(
                 f"{line}, for {format_count(count, 'parameter')}: the numbers are equal, only their dtypes differ"
@@ -308,62 +287,38 @@ def _find_recast_counts(changes: Iterable[Change], index: Index) -> list[Change]
     return [change for change in of_type if index.atoms[change.param].is_count(change.state)]
 
 
-def _describe_no_overlap(a: Index, b: Index) -> tuple[str, ...]:
-    """A note if two checkpoints have no parameter name in common."""
-    if not a.atoms or not b.atoms or a.atoms.keys() & b.atoms.keys():
-        return ()
-    note = (
-        f"no parameter name occurs in both ({next(iter(a.atoms))} in one, {next(iter(b.atoms))} in the other): these "
-        "are different models, or one model with different names for its modules. If a conversion renamed the "
-        "parameters, `ucp convert --verify` compares them under the new names"
-    )
-    return (note,)
-
-
-class _SourceReader:
-    """Reads several checkpoints with the same options; at least one of them must have a use for the options."""
-
-    def __init__(self, source: SourceOptions) -> None:
-        self._source = source
-        self._idle: IdleOptionError | None = None
-        self._is_used = False
-
-    def read(self, path: Path) -> Index:
-        """Index of one checkpoint; its format may have no use for the options."""
-        try:
-            index = index_of(path, source=self._source)
-        except IdleOptionError as error:
-            self._idle = self._idle or error
-            return index_of(path)
-        self._is_used = True
-        return index
-
-    def check_used(self) -> None:
-        """Raise IdleOptionError if no checkpoint had a use for the options."""
-        if self._idle is not None and not self._is_used:
-            raise self._idle
-
-
 def _find_changed_files(index: Index) -> list[str]:
     """A line for each file of a destination that is not as the conversion wrote it: files of tensors, and of metadata.
 
-    Checksums do not cover bytes that somebody appended, but a framework may refuse a file because of them.
+    Links of a chain may be destinations, too. Checksums do not cover bytes that somebody appended, but a framework may
+    refuse a file because of them.
     """
-    folder = find_destination(path_of(index.path))
-    if folder is None:
-        return []
     paths = {str(fragment.path) for _, _, state in index.states() for fragment in state.fragments if fragment.path}
-    measured = {path[len(f"{folder}/") :] for path in paths if path.startswith(f"{folder}/")}
-    try:
-        return [f"{folder}/{line}" for line in find_damage(folder, read_mark(folder), measured=measured)]
-    except DestinationError as error:
-        return [str(error)]
+    parents = sorted({path_of(path).parent for path in paths})
+    changed = []
+    for folder in dict.fromkeys(map(find_destination, (path_of(index.path), *parents))):
+        if folder is None:
+            continue
+        measured = {path[len(f"{folder}/") :] for path in paths if path.startswith(f"{folder}/")}
+        try:
+            changed += [f"{folder}/{line}" for line in find_damage(folder, read_mark(folder), measured=measured)]
+        except DestinationError as error:
+            changed.append(str(error))
+    return changed
 
 
 def _list_oddities(index: Index) -> list[str]:
     """A line for each sign that the files are incomplete or inconsistent, and one for states that were lost."""
     lost = find_state_gaps(index)
     return [*(problem.text for problem in index.doubts), *([describe_state_gaps(lost)] if lost else [])]
+
+
+def _describe_buffers(index: Index) -> Iterator[str]:
+    """A note on buffers, such as running statistics, of which ranks hold other values."""
+    extras = (extra.name for extra in index.extras if not extra.is_sidecar)
+    names = dict.fromkeys(name.rpartition("buffer/")[2] for name in extras if "buffer/" in name)
+    if names:
+        yield f"ranks hold different values of these buffers; the first rank's are compared:\n{format_list(names)}"
 
 
 def _list_unnamed(index: Index) -> tuple[str, ...]:

@@ -44,6 +44,12 @@ class CompareArguments(SourceArguments, total=False):
     memory: MemoryLike
 
 
+class VerifyArguments(CompareArguments, total=False):
+    """Options of `verify`."""
+
+    accept: Iterable[AcceptName]
+
+
 class ExpertArguments(SourceArguments, total=False):
     """Options of `experts`."""
 

@@ -234,7 +234,7 @@ def verify_written(job: Job, written: Path, *, source: SourceOptions, observer: 
     `source`: the user's options for the source; the written files are read with those that their format takes.
     """
     before, index = job.index, read_with_options(written, source=source, unfinished=True)
-    before = _match_ties(index, before)
+    before = match_ties(index, before)
     if job.target.regrouped:
         before, index = (replace(side, groups=()) for side in (before, index))
     if not keeps_extras(before, index):
@@ -263,7 +263,7 @@ def _keep_companions(index: Index, job: Job) -> Index:
     return replace(index, extras=companions)
 
 
-def _match_ties(written: Index, source: Index) -> Index:
+def match_ties(written: Index, source: Index) -> Index:
     """`source` with the ties that the reader of the written files sees, which may be more, or fewer.
 
     A tied name that the reader takes for a separate tensor is compared with the first one.

@@ -137,6 +137,14 @@ def check_read(index: Index, written: Written) -> None:
         )
     wrong = find_mismatches(index.records, written.spans)
     if wrong:
+        with ThreadedReader(1) as reader:
+            reread = reader.scan((record.path, record.offset, record.nbytes) for record in wrong)
+        if not find_mismatches(wrong, reread):
+            raise CorruptError(
+                f"expected the journal of the conversion to hold the checksums of what was read from {index.path}; "
+                f"other ones are noted for\n{format_list(f'{r.path}: {r.name}' for r in wrong)}\nThe source is as it "
+                "was saved: the journal was damaged, or memory fails. Convert again with --overwrite"
+            )
         raise CorruptError(
             f"CRC-32 differs in {format_count(len(wrong), 'record')}: these bytes are not those that were written:\n"
             f"{format_list(f'{r.path}: {r.name}{describe_owners(index, r)}' for r in wrong)}\n"

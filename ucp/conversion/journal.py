@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import xxhash
+from zlib_ng import zlib_ng
 
 from ucp.contract.protocols import Observer
 from ucp.core.text.typed import convert
@@ -87,7 +88,7 @@ def _holds_bytes(root: Path, task: Task, done: Done) -> bool:
                 data = memoryview(file.read(nbytes))
             if section_sum.block:
                 data = decode_block(data, codec_name(section.nbytes // (section.stop - section.start)))
-            if xxhash.xxh3_64_hexdigest(data) != section_sum.digest:
+            if xxhash.xxh3_64_hexdigest(data) != section_sum.digest or zlib_ng.crc32(data) != section_sum.crc32:
                 return False
     except (OSError, CorruptError):
         return False

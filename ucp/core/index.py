@@ -123,6 +123,8 @@ class AtomIndex:
     """Layout over the mesh of the run that saved it; without axes if it is unsharded or made of other tensors."""
     iteration: int | None = None
     """Training step of all its states, if it differs from the index's, as in a chain or a window."""
+    is_cast: bool = False
+    """Whether it is only the weight with which the model computes: a link of a window that lacks its full states."""
     made_of: Mapping[str, Layout] = field(default_factory=dict)
     """Name to layout of the tensors of that run from which it was joined, split or transposed; empty if it was not."""
 
@@ -334,7 +336,7 @@ class Index(Report):
     keys: StateDictKeys | None = None
     """Keys of the state dict that a training script saved, if the files hold this dict."""
     unchecked: tuple[str, ...] = ()
-    """Notes that name files which were not read and have no checksum; also in `notes`."""
+    """Notes on what was not proved, such as files that were not read and have no checksum; also in `notes`."""
 
     def states(self) -> Iterator[tuple[AtomIndex, str, StateIndex]]:
         """(atom, name of the state, state) for every state of every atom."""

@@ -254,9 +254,8 @@ def _describe_undecided(best: Sequence[str], nearest: str, objections: Sequence[
         return f"the model may be of the families {', '.join(best)}; say which with --family"
     why = f"the nearest is {nearest}: {'; '.join(objections[:3])}" if objections else "none has a rule for any of them"
     return (
-        f"no model family fits the names of this checkpoint; {why}\n"
-        "say which with --family, or write rules in a file for --patterns my.toml (`ucp patterns check CKPT --patterns "
-        "my.toml` shows which names have one)"
+        f"no model family fits the names of this checkpoint: {why}. Say which with --family, or write rules in a file "
+        "for --patterns my.toml (`ucp patterns check CKPT --patterns my.toml` shows which names have one)"
     )
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from ucp.core.index import Index
+    from ucp.core.topology import Topology
     from ucp.live.match.items import Findings
     from ucp.live.run.mesh import RunMesh
     from ucp.live.run.ranks import Ranks
@@ -86,6 +87,20 @@ class ReadableOptimizer(LiveOptimizer, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FrameworkState:
+    """What a framework keeps beside tensors: a save adds it to the store."""
+
+    origin: str = "torch"
+    """Format whose extras `extras` are."""
+    extras: Mapping[str, object] = field(default_factory=dict)
+    """Name of an extra to its value now."""
+    step: int | None = None
+    """Training step, if the framework counts steps."""
+    topology: Topology | None = None
+    """Layout of the run, if the framework knows it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRun:
     """The description of a rank's model and optimizer."""
 
@@ -100,6 +115,8 @@ class LiveRun:
     resume: Callable[[Index, Findings], Mapping[str, str]] = field(default=lambda _index, _findings: {})
     """Sets what the framework keeps beside tensors (steps, schedule, loss scale) to the checkpoint's values; returns
     the extras that were used, each with what it set."""
+    state: FrameworkState = field(default_factory=FrameworkState)
+    """What a save stores beside tensors: the mirror of `resume`."""
     has_global_names: bool = True
     """Whether names are those of the whole model. If not, the core renumbers layers and experts."""
     has_global_parts: bool = True

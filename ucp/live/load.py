@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, Unpack
 from ucp.contract.protocols import Observer
 from ucp.conversion.arguments import LoadArguments, takes_options
 from ucp.conversion.option import DtypeLike, TopologyLike, type_path
+from ucp.core.index import Index
 from ucp.io.provenance import check_unchanged
 from ucp.live.adapters import LiveRequest
 from ucp.live.exchange.carry import carry
@@ -147,7 +148,7 @@ def load_into(
     All ranks raise the same error.
     """
     clock = Clock()
-    ranks = find_ranks(process_group, _find_device(model))
+    ranks = find_ranks(process_group, find_model_device(model))
     request = run_together(
         ranks,
         lambda: LoadRequest.parse(
@@ -178,8 +179,25 @@ def load_into(
         dtype=request.dtype,
         masters=masters,
     )
+    return load_index(live, request, resume_options, objects, clock=clock)[1]
+
+
+def load_index(
+    live: LiveRequest,
+    request: LoadRequest,
+    resume_options: ResumeOptions,
+    objects: Mapping[str, object],
+    *,
+    clock: Clock,
+    saved: Index | None = None,
+) -> tuple[Decision, LoadReport]:
+    """Load `saved`, or else the checkpoint of the request: what was decided, and the report. Collective.
+
+    `objects`: what the user passed beside the model. Raises as `load_into`.
+    """
+    ranks = live.ranks
     with pause_gc():  # the user may have millions of objects
-        decision, resume = _plan(live, request, resume_options, objects, clock)
+        decision, resume = _plan(live, request, resume_options, objects, clock, saved=saved)
     run, index = decision.run, decision.index
     try:
         traffic = carry(decision.items, decision.memories, ranks, replace(request.carry, records=index.records))
@@ -193,19 +211,23 @@ def load_into(
     resume = resume.with_framework(run_together(ranks, lambda: run.resume(index, decision.findings)))
     run_together(ranks, lambda: [step() for step in resume.steps])
     clock.lap("restore")
-    return make_report(decision, resume, traffic, clock.seconds)
+    return decision, make_report(decision, resume, traffic, clock.seconds)
 
 
 def _plan(
-    live: LiveRequest, request: LoadRequest, resume_options: ResumeOptions, objects: Mapping[str, object], clock: Clock
+    live: LiveRequest,
+    request: LoadRequest,
+    resume_options: ResumeOptions,
+    objects: Mapping[str, object],
+    clock: Clock,
+    *,
+    saved: Index | None,
 ) -> tuple[Decision, ResumePlan]:
-    """What to load into the model, and what to restore beside it. All ranks decide together.
-
-    `objects`: what the user passed beside the model.
-    """
+    """What to load into the model, and what to restore beside it. All ranks decide together."""
     ranks, source = live.ranks, request.names.source
     read = index_of if request.mesh.topology is None else read_with_options  # rules may be for this run only
-    saved = read_once(ranks, request.path, lambda: read(request.path, source=source))
+    if saved is None:
+        saved = read_once(ranks, request.path, lambda: read(request.path, source=source))
     classes = {name: None if value is None else type(value).__name__ for name, value in objects.items()}
     check_agreement(ranks, saved, {**request.agreed, **classes})
     clock.lap("index")
@@ -229,7 +251,8 @@ def _plan(
     return decision, resume
 
 
-def _find_device(model: nn.Module | Sequence[nn.Module]) -> torch.device:
+def find_model_device(model: nn.Module | Sequence[nn.Module]) -> torch.device:
+    """The device of the model's tensors."""
     from torch import nn
 
     modules = model if isinstance(model, list | tuple) else [model]

@@ -5,6 +5,7 @@ From the index alone:
 * an expert is missing: a number is left out, or the router has more rows than there are experts (KempnerForge#202
   renumbers the experts of every rank from 0, verl#2086 leaves ranks out, Megatron-LM#1836 overwrites them);
 * an expert lacks a tensor that the others of its layer have, or holds it in another shape or dtype;
+* an expert has a tensor under two names;
 * a bias or a count does not have a value for each row of the router.
 
 From the bytes of experts and routers:
@@ -12,7 +13,7 @@ From the bytes of experts and routers:
 * two experts of a layer are equal in every state (megablocks#160, DeepSpeed#6589);
 * no expert of a layer has ever been trained although the router has (Megatron-LM#5844, imp#1190: experts that a
   converter dropped keep their initialisation);
-* an expert is zero, or holds NaN or infinity; two rows of a router are equal.
+* an expert is zero, or holds NaN or infinity; a second moment is negative; two rows of a router are equal.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ucp.core.index import WEIGHT, AtomIndex, Doubt, DoubtKind, Index
 from ucp.core.text.units import ranges_text, shape_text
 from ucp.errors import format_count, format_list
 from ucp.moe.layers import ExpertLayer, Role, find_layers
-from ucp.moe.measure import Measure, Measures
+from ucp.moe.measure import MOMENT, Measure, Measures
 
 
 def find_odd_experts(index: Index) -> Iterator[Doubt]:
@@ -57,6 +58,8 @@ def _find_structural(atoms: Mapping[str, AtomIndex], layer: ExpertLayer) -> Iter
     for expert, tensors in layer.experts.items():
         if absent := sorted(usual - tensors.keys()):
             yield f"{layer.module}: expert {expert} lacks {', '.join(absent)}, which others have"
+    for first, second in layer.twice:
+        yield f"{layer.module}: expected one tensor of that name and number; got {first} and {second}"
     for name in sorted(usual):
         yield from _find_unlike(atoms, layer, name)
 
@@ -68,8 +71,10 @@ def _find_unlike(atoms: Mapping[str, AtomIndex], layer: ExpertLayer, name: str) 
             (state, stored.dtype, stored.global_shape) for state, stored in atoms[tensors[name].param].states.items()
         )
         for expert, tensors in layer.experts.items()
-        if name in tensors
+        if name in tensors and not atoms[tensors[name].param].is_cast
     }
+    if not looks:
+        return
     ((usual, _),) = Counter(looks.values()).most_common(1)
     for expert, look in looks.items():
         unlike = set(look) - set(usual)
@@ -114,12 +119,15 @@ def find_content_faults(measures: Measures) -> tuple[list[str], list[str]]:
 
 
 def _find_bad_numbers(by_role: Mapping[Role, Mapping[int, Mapping[str, Measure]]]) -> Iterator[str]:
-    """A line for each state with NaN or infinity, and one for experts whose weights are all zero."""
+    """A line for each state with NaN, infinity or a negative square, and one for experts whose weights are zero."""
     for role, states_by_number in by_role.items():
         for name in dict.fromkeys(name for states in states_by_number.values() for name in states):
             wrong = [n for n, states in states_by_number.items() if name in states and not states[name].is_finite]
             if wrong:
                 yield f"{name} of {role} {ranges_text(sorted(wrong))} is not finite everywhere (NaN or infinity)"
+        negative = [n for n, states in states_by_number.items() if MOMENT in states and states[MOMENT].is_negative]
+        if negative:
+            yield f"{MOMENT} of {role} {ranges_text(sorted(negative))} has negative elements; it is a mean of squares"
     zero = [number for number, states in by_role.get(Role.EXPERT, {}).items() if states[WEIGHT].is_zero]
     if zero:
         yield f"the weights of experts {ranges_text(sorted(zero))} are all zero"

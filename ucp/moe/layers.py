@@ -12,7 +12,7 @@ Frameworks name experts in two ways. Some give every expert tensors of its own, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -96,6 +96,8 @@ class ExpertLayer:
     """Parameters or buffers with a row or a value for each expert."""
     rows: Mapping[Role, int] = field(default_factory=dict)
     """How many rows or values each of these has."""
+    twice: tuple[tuple[str, str], ...] = ()
+    """Pairs of parameters whose names mean one tensor of one expert: experts.1.w1 and experts.01.w1."""
 
     @property
     def num_experts(self) -> int:
@@ -125,12 +127,17 @@ def find_layers(shapes: Mapping[str, tuple[int, ...]]) -> tuple[ExpertLayer, ...
     with several experts side by side (DBRX) are ignored, because nothing says how many experts they hold.
     """
     experts: dict[str, dict[int, dict[str, ExpertTensor]]] = {}
+    twice: dict[str, list[tuple[str, str]]] = {}
     stacked: dict[str, list[tuple[str, str]]] = {}
     for param, shape in shapes.items():
+        if "experts." not in param:  # soon decided for most parameters
+            continue
         match = _OF_ONE.fullmatch(param) or _GROUPED.fullmatch(param)
         if match is not None:
             tensors = experts.setdefault(match["module"], {}).setdefault(int(match["expert"]), {})
-            tensors[match["tensor"]] = ExpertTensor(param)
+            first = tensors.setdefault(match["tensor"], ExpertTensor(param)).param
+            if first != param:
+                twice.setdefault(match["module"], []).append((first, param))
         elif 0 not in shape and shape and (match := _STACKED.fullmatch(param)):
             stacked.setdefault(match["module"], []).append((match["tensor"], param))
     for module, params in stacked.items():
@@ -138,11 +145,14 @@ def find_layers(shapes: Mapping[str, tuple[int, ...]]) -> tuple[ExpertLayer, ...
         for name, param in params:
             for row in range(shapes[param][0] if shapes[param][0] in counts else 0):
                 experts.setdefault(module, {}).setdefault(row, {})[name] = ExpertTensor(param, row)
-    return tuple(_make_layer(module, tensors, shapes) for module, tensors in experts.items())
+    return tuple(_make_layer(module, tensors, shapes, twice.get(module, ())) for module, tensors in experts.items())
 
 
 def _make_layer(
-    module: str, experts: Mapping[int, Mapping[str, ExpertTensor]], shapes: Mapping[str, tuple[int, ...]]
+    module: str,
+    experts: Mapping[int, Mapping[str, ExpertTensor]],
+    shapes: Mapping[str, tuple[int, ...]],
+    twice: Iterable[tuple[str, str]],
 ) -> ExpertLayer:
     routing = {
         role: param
@@ -156,4 +166,5 @@ def _make_layer(
         experts=dict(sorted(experts.items())),
         routing=routing,
         rows={role: shapes[param][0] for role, param in routing.items()},
+        twice=tuple(twice),
     )

@@ -26,6 +26,9 @@ from ucp.transfer.gather import Gatherer, ThreadedReader
 from ucp.transfer.plan.tasks import BLOCK, bundle
 from ucp.transfer.plan.tiles import split_blocks
 
+MOMENT = "exp_avg_sq"
+"""State with the running mean of squared gradients (Adam)."""
+
 
 @dataclass(slots=True)
 class Measure:
@@ -41,6 +44,8 @@ class Measure:
     """Whether every element is a finite number."""
     is_zero: bool = True
     """Whether every element is zero."""
+    is_negative: bool = False
+    """Whether an element of `exp_avg_sq` is below zero."""
     digests: dict[tuple[object, ...], int] = field(default_factory=dict)
     """xxh3-64 of each block, by tensor and position of the block in it."""
 
@@ -61,6 +66,7 @@ class Measure:
         self.squares += other.squares
         self.is_finite &= other.is_finite
         self.is_zero &= other.is_zero
+        self.is_negative |= other.is_negative
         self.digests |= other.digests
 
 
@@ -145,6 +151,7 @@ def _measure_block(part: _Part, block: memoryview) -> Measure:
             squares=squares,
             is_finite=is_finite,
             is_zero=squares == 0 and not values.any(),
+            is_negative=part.key[-1] == MOMENT and bool((values < 0).any()),
         )
 
 

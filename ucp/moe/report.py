@@ -15,11 +15,8 @@ from ucp.errors import UsageError, format_count
 from ucp.io.elements import viewed
 from ucp.moe.faults import describe_unequal_counts, find_content_faults
 from ucp.moe.layers import ExpertLayer, Role, find_layers
-from ucp.moe.measure import Measure, measure
+from ucp.moe.measure import MOMENT, Measure, measure
 from ucp.transfer.probe import Prober
-
-MOMENT = "exp_avg_sq"
-"""State with the running mean of squared gradients (Adam)."""
 
 _FAR = 10
 """An expert is starved if its squared gradients are this many times below the median of its layer, hot if above."""

@@ -17,7 +17,7 @@ from msgspec import structs
 
 from ucp.contract.plugins import producer
 from ucp.core.gaps import check_cover, check_names
-from ucp.core.index import STEP, AtomIndex, Fragment, Index, ParamGroup, StateIndex
+from ucp.core.index import STEP, WEIGHT, AtomIndex, Fragment, Index, LostStates, ParamGroup, StateIndex
 from ucp.core.layout import Layout
 from ucp.core.region import Box
 from ucp.core.tensor import InlineTensor, Record, TensorRef
@@ -26,15 +26,19 @@ from ucp.errors import DestinationError, MissingFileError, ReplicaError, format_
 from ucp.io.elements import viewed
 from ucp.io.folder import JOURNAL, PARTIAL
 from ucp.io.writing import replace_file, sync
-from ucp.saving.holdings import AtomFacts, RankFacts, StateFacts
+from ucp.saving.holdings import COMPUTED, AtomFacts, RankFacts, StateFacts
 from ucp.saving.part import PARTS, PartManifest, read_part
+from ucp.saving.plan import SaveItem
 from ucp.store.describe import describe
-from ucp.store.manifest import EXTRAS, MANIFEST, Manifest, Piece, StoredExtra, dump
+from ucp.store.manifest import EXTRAS, MANIFEST, Manifest, Piece, StoredExtra, dump, parse, read_text
 
 _FORMAT = "run"
 """Source of the states, in the manifest: no checkpoint, but a live run."""
-_ORIGIN = "torch"
-"""Format whose extras those of a save are like: one for each object of the training script."""
+_PRODUCER = "ucp.save"
+_CAST = LostStates(
+    reason="these parameters are saved as the model computes with them, because they are in a later slot of a sparse "
+    "window: read the whole chain (--optimizer zero takes the weights alone)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,28 +53,37 @@ class SavedRun:
     """Layout of the run."""
     step: int | None
     """Training step."""
+    origin: str
+    """Format whose extras those of the run are like."""
 
-    def without(self, unsaved: Collection[str]) -> SavedRun:
-        """The run without some parameters."""
+    def narrow(self, unsaved: Collection[str], cast: Collection[str] = ()) -> SavedRun:
+        """The run without the parameters `unsaved`; of the parameters `cast` only what the model computes with."""
         groups = (
             replace(group, params=tuple(name for name in group.params if name not in unsaved)) for group in self.groups
         )
-        atoms = {name: atom for name, atom in self.atoms.items() if name not in unsaved}
+        atoms = {name: atom.narrow(is_cast=name in cast) for name, atom in self.atoms.items() if name not in unsaved}
         return replace(self, atoms=atoms, groups=tuple(groups))
 
+    def holds(self, item: SaveItem, facts: RankFacts) -> bool:
+        """Whether a state is saved, and the part of a rank with these facts is one of those that make it up."""
+        states = self.atoms[item.param].states if item.param in self.atoms else {}
+        return item.state in states and states[item.state].layout == facts.atoms[item.param].states[item.state].layout
 
-def merge_facts(facts: Sequence[RankFacts], *, topology: Topology, step: int | None) -> SavedRun:
+
+def merge_facts(facts: Sequence[RankFacts], *, topology: Topology, step: int | None, origin: str) -> SavedRun:
     """The run that all ranks describe together. Raises ReplicaError if ranks contradict one another.
 
     `step`: training step; None to take the count that the optimizer keeps, if it is one for all parameters.
     """
     atoms: dict[str, AtomFacts] = {}
-    problems: dict[str, None] = {}
+    problems: dict[str, None] = {
+        f"plan= of rank {rank}": None for rank, rank_facts in enumerate(facts) if rank_facts.plan != facts[0].plan
+    }
     for rank, rank_facts in enumerate(facts):
         for name, atom in rank_facts.atoms.items():
             known = atoms.setdefault(name, atom)
-            states = {**known.states, **atom.states}
-            differing = [state for state, value in known.states.items() if states[state] != value]
+            states = {**atom.states, **known.states}
+            differing = [state for state, value in atom.states.items() if not value.fits(states[state])]
             for what in ("shape", "kind", "model_dtype"):
                 if getattr(known, what) != getattr(atom, what):
                     differing.append(what)
@@ -85,7 +98,8 @@ def merge_facts(facts: Sequence[RankFacts], *, topology: Topology, step: int | N
             f"{format_list(problems)}\nPass the topology of the run if ranks hold different layers or experts"
         )
     groups = tuple(_merge_groups([rank_facts.groups for rank_facts in facts]))
-    return SavedRun(atoms=atoms, groups=groups, topology=topology, step=_find_step(atoms) if step is None else step)
+    step = _find_step(atoms) if step is None else step
+    return SavedRun(atoms=atoms, groups=groups, topology=topology, step=step, origin=origin)
 
 
 def _merge_groups(groups_by_rank: Sequence[Sequence[ParamGroup]]) -> Iterator[ParamGroup]:
@@ -130,9 +144,7 @@ def begin(path: Path, *, replaced: bool = False) -> Path:
     """
     folder = growing_folder(path)
     if replaced and (path / MANIFEST).is_file():
-        _remove_unfinished(folder)
-        (path / PARTS).mkdir(exist_ok=True)
-        path.rename(folder)
+        remove_store(path)
     check_free(path)
     _remove_unfinished(folder)
     for name in ("", PARTS, "packs", EXTRAS):
@@ -155,6 +167,21 @@ def _remove_unfinished(folder: Path) -> None:
         entry = folder / name
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     shutil.rmtree(folder)
+
+
+def remove_store(path: Path) -> None:
+    """Remove a store that a save wrote; if that is interrupted, what is left is no store."""
+    folder = growing_folder(path)
+    _remove_unfinished(folder)
+    (path / PARTS).mkdir(exist_ok=True)
+    path.rename(folder)
+    _remove_unfinished(folder)
+
+
+def was_saved(path: Path) -> bool:
+    """Whether a save wrote the store at `path`."""
+    manifest = str(path / MANIFEST)
+    return os.path.isfile(manifest) and parse(read_text(manifest), manifest).source.producer == _PRODUCER
 
 
 def check_free(path: Path) -> None:
@@ -213,7 +240,10 @@ def _make_index(path: Path, run: SavedRun, parts: Sequence[PartManifest]) -> Ind
             )
     atoms = {}
     for name, atom in run.atoms.items():
-        states = {state: _make_state(facts, fragments.get((name, state), ())) for state, facts in atom.states.items()}
+        states = {
+            WEIGHT if state == COMPUTED else state: _make_state(facts, fragments.get((name, state), ()))
+            for state, facts in atom.states.items()
+        }
         layouts = (facts.layout for facts in atom.states.values() if facts.layout.all_axes)
         atoms[name] = AtomIndex(
             name=name,
@@ -221,20 +251,22 @@ def _make_index(path: Path, run: SavedRun, parts: Sequence[PartManifest]) -> Ind
             kind=atom.kind,
             states=states,
             model_dtype=atom.model_dtype,
+            is_cast=atom.is_cast,
             layout=next(layouts, Layout()),
         )
     return Index(
         path=str(path.absolute()),
         format=_FORMAT,
         evidence=(),
-        producer="ucp.save",
+        producer=_PRODUCER,
         topology=run.topology,
         step=run.step,
         atoms=atoms,
         groups=run.groups,
         aliases={alias: name for name, atom in run.atoms.items() for alias in atom.aliases},
         records=tuple(records),
-        origin=_ORIGIN,
+        lost={name: _CAST for name, atom in run.atoms.items() if atom.is_cast},
+        origin=run.origin,
     )
 
 

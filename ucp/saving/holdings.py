@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+COMPUTED = "compute_weight"
+"""State of a parameter that has a master: the weight with which the model computes, for sparse saves."""
 _SAMPLE = 8
 """Elements by which replicas are compared."""
 
@@ -45,6 +47,10 @@ class StateFacts:
     sample: bytes = b""
     """First elements, if the rank holds all of a parameter's state: replicas that differ are noticed by them."""
 
+    def fits(self, other: StateFacts) -> bool:
+        """Whether both can be of one state. Stages with a tied parameter may partition it at other elements (ZeRO)."""
+        return self == replace(other, layout=Layout(other.layout.axes, self.layout.flat))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtomFacts:
@@ -60,6 +66,15 @@ class AtomFacts:
     """Dtype of the model's weight, if the optimizer steps a master."""
     states: Mapping[str, StateFacts]
     """State name to its facts; only states that this rank keeps."""
+    is_cast: bool = False
+    """Whether only the weight with which the model computes is saved."""
+
+    def narrow(self, *, is_cast: bool) -> AtomFacts:
+        """With the states that are saved: the weight with which the model computes, or all others."""
+        if not is_cast:
+            return replace(self, states={name: state for name, state in self.states.items() if name != COMPUTED})
+        name = COMPUTED if COMPUTED in self.states else WEIGHT
+        return replace(self, states={name: self.states[name]}, model_dtype=None, is_cast=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +87,8 @@ class RankFacts:
     """Parameter groups of its optimizer, with the parameters that it steps."""
     items: tuple[SaveItem, ...]
     """What it holds."""
+    plan: str = ""
+    """Digest of the plan that it was given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +119,11 @@ class Holdings:
         return RankFacts(atoms=self.atoms, groups=self.groups, items=tuple(self.tensors))
 
 
-def collect_holdings(run: LiveRun, modules: Sequence[nn.Module]) -> Holdings:
-    """What this rank holds of the run. Raises UnsupportedError for what cannot be saved, with all names."""
+def collect_holdings(run: LiveRun, modules: Sequence[nn.Module], *, with_computed: bool = False) -> Holdings:
+    """What this rank holds of the run. Raises UnsupportedError for what cannot be saved, with all names.
+
+    `with_computed`: also the weights that the model has beside masters (`COMPUTED`).
+    """
     optimizer = run.optimizer
     if optimizer is not None and not isinstance(optimizer, ReadableOptimizer):
         raise UnsupportedError(
@@ -113,6 +133,7 @@ def collect_holdings(run: LiveRun, modules: Sequence[nn.Module]) -> Holdings:
     holdings = Holdings()
     tensors = {tensor.name: tensor for tensor in run.model.tensors}
     kinds = _find_kinds(run, modules)
+    marked = run.model.marked_params
     problems: list[str] = []
     groups = [] if optimizer is None else optimizer.groups()
     stepped = [] if optimizer is None else optimizer.params([group.hyper for group in groups])
@@ -124,8 +145,17 @@ def collect_holdings(run: LiveRun, modules: Sequence[nn.Module]) -> Holdings:
             values = optimizer.values(tensor.name)
         states: dict[str, object] = {} if WEIGHT in values else {WEIGHT: run.model.handles[tensor.name]}
         states |= {state: value for state, value in values.items() if value is not None}
+        if with_computed and WEIGHT in values:
+            states[COMPUTED] = run.model.handles[tensor.name]
         try:
-            _add_atom(holdings, tensor, states, kinds.get(tensor.name, Kind.PARAMETER), params.get(tensor.name))
+            dtype = dtype_of(marked[tensor.name]) if tensor.name in marked else tensor.dtype  # not of a master
+            atom = replace(tensor, dtype=dtype)
+            if with_computed and dtype is not tensor.dtype:
+                raise UnsupportedError(
+                    f"{tensor.name}: expected weights beside masters for a sparse window; its {dtype} weight is what "
+                    "DeepSpeed makes of the master. Save with plan=Full() or PartialExperts"
+                )
+            _add_atom(holdings, atom, states, kinds.get(tensor.name, Kind.PARAMETER), params.get(tensor.name))
         except UnsupportedError as error:
             problems.append(str(error))
     if problems:
@@ -140,11 +170,20 @@ def collect_holdings(run: LiveRun, modules: Sequence[nn.Module]) -> Holdings:
 
 def _find_kinds(run: LiveRun, modules: Sequence[nn.Module]) -> dict[str, Kind]:
     """Name of each tensor whose module says so to its kind."""
-    owners = run.model.owners
-    params = [param for module in modules for param in module.parameters() if id(param) in owners]
-    kinds = {owners[id(param)]: Kind.PARAMETER if param.requires_grad else Kind.FROZEN for param in params}
-    buffers = [buffer for module in modules for buffer in module.buffers() if id(buffer) in owners]
-    return {**{owners[id(buffer)]: Kind.BUFFER for buffer in buffers}, **kinds}
+    from torch import nn
+
+    owners, named = run.model.owners, dict(run.model.marked_params)
+    for module in modules:
+        tensors = (*module.buffers(), *module.parameters())
+        named |= {owners[id(tensor)]: tensor for tensor in tensors if id(tensor) in owners}
+    return {
+        name: Kind.BUFFER
+        if not isinstance(tensor, nn.Parameter)
+        else Kind.PARAMETER
+        if tensor.requires_grad
+        else Kind.FROZEN
+        for name, tensor in named.items()
+    }
 
 
 def _add_atom(
@@ -161,7 +200,7 @@ def _add_atom(
     facts: dict[str, StateFacts] = {}
     for state, value in values.items():
         part = tensor.part
-        if param is not None:
+        if param is not None and state != COMPUTED:
             part = param.apart.get(state) or param.part or part
         holding = _describe_state(f"{name}/{state}", value, part, shape)
         facts[state] = holding.facts
@@ -200,7 +239,9 @@ def _describe_state(label: str, value: object, part: LivePart, shape: tuple[int,
     local, dtype = local_of(value).detach(), dtype_of(value)
     if local.is_meta:
         raise UnsupportedError(f"{label}: expected a tensor with memory; got one on the meta device")
-    is_count = local.numel() == 1 and (label.endswith(f"/{STEP}") or tuple(local.shape) != part.local_shape)
+    is_range = bool(part.layout.flat and local.ndim)  # of a flat tensor, perhaps of one element
+    is_other = not is_range and tuple(local.shape) != part.local_shape
+    is_count = local.numel() == 1 and (label.endswith(f"/{STEP}") or is_other)
     if is_count or 0 in shape:
         inline = InlineTensor(data=to_bytes(local).tobytes(), dtype=dtype, shape=() if is_count else shape)
         return Holding(facts=StateFacts(shape=inline.shape, dtype=dtype, value=inline))

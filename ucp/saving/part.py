@@ -142,7 +142,8 @@ def _write_pack(
     finally:
         os.close(descriptor)
     sync(root / "packs")
-    return StoredFile(path=name, header=(len(layout.header), zlib_ng.crc32(layout.header))), shards
+    header = len(layout.header), zlib_ng.crc32(layout.header)
+    return StoredFile(path=name, header=header, nbytes=layout.nbytes), shards
 
 
 def _write_extra(root: Path, extra: Extra) -> StoredExtra:

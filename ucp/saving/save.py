@@ -17,32 +17,34 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, TypeAlias, overload
+
+import xxhash
 
 from ucp.chain.document import Link
-from ucp.contract.registry import live_adapters
+from ucp.chain.window import list_needed
 from ucp.contract.run_extras import LR_SCHEDULER
 from ucp.conversion.option import TopologyLike, path_parser, type_path
-from ucp.core.index import Extra
+from ucp.core.index import Extra, Kind
 from ucp.core.topology import Topology
-from ucp.errors import UnsupportedError, UsageError, format_list
-from ucp.io.folder import is_url, parse_path
-from ucp.live.adapters import LiveRequest, LiveRun
-from ucp.live.model.describe import describe_run, list_modules
+from ucp.errors import UsageError, format_list
+from ucp.io.folder import is_url, parse_path, path_of
+from ucp.live.adapters import LiveRequest
+from ucp.live.model.describe import list_modules
 from ucp.live.model.meta import find_device
-from ucp.live.model.parallel.experts import ExpertMap
-from ucp.live.model.parallel.numbering import name_globally, survey_numbers
 from ucp.live.optimizer.torch_optimizer import unwrap_optimizer
 from ucp.live.resume.scheduler import Stateful
 from ucp.live.run.mesh import RunMesh
 from ucp.live.run.ranks import Ranks, find_ranks, run_together
 from ucp.live.run.request import parse_mesh
-from ucp.saving.chain import check_first_link, check_next, read_links
+from ucp.saving.chain import check_next, list_held, read_links
 from ucp.saving.commit import SavedRun, begin, merge_facts
+from ucp.saving.describe import describe_parts
 from ucp.saving.holdings import Holdings, collect_holdings
 from ucp.saving.job import SaveHandle, SaveJob, start, wait_for_pending
 from ucp.saving.plan import Full, PartialExperts, plan_save
 from ucp.saving.report import SaveReport
+from ucp.saving.window import SparseWindow, find_operators
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +53,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
+Plan: TypeAlias = Full | PartialExperts | SparseWindow
+"""What a save holds."""
 _RNG = "rng_state"
 """Extra of each rank with the states of its random generators."""
 
@@ -58,17 +62,19 @@ _RNG = "rng_state"
 @overload
 def save(
     model: nn.Module | Sequence[nn.Module],
-    optimizer: Optimizer | None,
+    optimizer: Optimizer | Literal[False] | None,
     topology: TopologyLike | DeviceMesh | None,
     path: type_path,
     *,
-    plan: Full | PartialExperts = ...,
+    plan: Plan = ...,
     step: int | None = ...,
     scheduler: object = ...,
     scaler: object = ...,
     masters: Mapping[str, torch.Tensor] | None = ...,
     extras: Mapping[str, object] | None = ...,
+    like: type_path | None = ...,
     chain: bool = ...,
+    keep: int | None = ...,
     asynchronous: Literal[False] = ...,
     process_group: ProcessGroup | Ranks | None = ...,
 ) -> SaveReport: ...
@@ -77,17 +83,19 @@ def save(
 @overload
 def save(
     model: nn.Module | Sequence[nn.Module],
-    optimizer: Optimizer | None,
+    optimizer: Optimizer | Literal[False] | None,
     topology: TopologyLike | DeviceMesh | None,
     path: type_path,
     *,
-    plan: Full | PartialExperts = ...,
+    plan: Plan = ...,
     step: int | None = ...,
     scheduler: object = ...,
     scaler: object = ...,
     masters: Mapping[str, torch.Tensor] | None = ...,
     extras: Mapping[str, object] | None = ...,
+    like: type_path | None = ...,
     chain: bool = ...,
+    keep: int | None = ...,
     asynchronous: Literal[True],
     process_group: ProcessGroup | Ranks | None = ...,
 ) -> SaveHandle: ...
@@ -95,17 +103,19 @@ def save(
 
 def save(
     model: nn.Module | Sequence[nn.Module],
-    optimizer: Optimizer | None,
+    optimizer: Optimizer | Literal[False] | None,
     topology: TopologyLike | DeviceMesh | None,
     path: type_path,
     *,
-    plan: Full | PartialExperts = Full(),  # noqa: B008  # a value without state
+    plan: Plan = Full(),  # noqa: B008  # a value without state
     step: int | None = None,
     scheduler: object = None,
     scaler: object = None,
     masters: Mapping[str, torch.Tensor] | None = None,
     extras: Mapping[str, object] | None = None,
+    like: type_path | None = None,
     chain: bool = False,
+    keep: int | None = None,
     asynchronous: bool = False,
     process_group: ProcessGroup | Ranks | None = None,
 ) -> SaveReport | SaveHandle:
@@ -121,26 +131,34 @@ def save(
         Module: the complete model, or this rank's part of it. Wrappers (DistributedDataParallel, FSDP, torch.compile)
         may be around it. A list of modules is the chunks of a virtual pipeline.
     optimizer
-        Optimizer over parameters of `model`; None saves no optimizer states.
+        Optimizer over parameters of `model`. None saves no optimizer states, except those of the optimizer that a
+        DeepSpeed engine has. False saves none there either.
     topology
         Layout of this run, as for `load_into`. None if ranks hold replicas of one model, or shards that torch made.
     path
         Folder of the store, where nothing may be.
     plan
-        What is saved: `Full()`, or `PartialExperts(k)`: all tensors but those of experts, and k experts of every layer.
-        The latter only into a chain whose first link is full.
+        What is saved: `Full()`, or, into a chain, a part. `PartialExperts(k)`: all tensors but those of experts, and k
+        experts of every layer; the first link must be full. `SparseWindow(...)`: some operators in full, others as the
+        model computes with them, for `densify`; `extras` must have `clip_norm`.
     step
-        Training step; by default the number of steps that the optimizer counts.
+        Training step; by default the number of steps that the engine or the optimizer counts.
     scheduler, scaler
         Learning rate scheduler and loss scaler, with `state_dict`: saved as the extras `lr_scheduler` and `scaler`.
     masters
         {name of a parameter: its master weight}, as for `load_into`.
     extras
         What else to save: {name: value}, the value of rank 0.
+    like
+        A checkpoint of the same model, of any format, such as the one that the run began from: needed if ranks hold
+        parts of plain tensors, which it has the global shapes of. Into a chain, by default its first link.
     chain
         Whether the store becomes the newest link of the chain in the folder above `path`: its `chain.json`, which is
         made if there is none, lists the store once it is whole. A store at `path` that it does not list (of a save that
         was killed just before) is replaced.
+    keep
+        Number of restore points of the chain that stay: links that the newest `keep` of them do not need are removed
+        once the store is listed. Of sparse windows, the number of whole windows. None removes nothing.
     asynchronous
         Whether to return once this rank's share is copied to host memory: a thread writes it. The result is then a
         `SaveHandle`, whose `wait` returns the report. One save is written at a time: the next call waits for it, and
@@ -155,7 +173,7 @@ def save(
         The topology has not as many ranks as the process group, `scheduler` or `scaler` has no state, or the step is
         not after that of the newest link.
     UnsupportedError
-        It is not known how tensors are cut, or the model is of a framework that saves by itself (DeepSpeed, Megatron).
+        It is not known how tensors are cut, or which states the optimizer has (Megatron's).
     ReplicaError
         Ranks contradict one another: shapes, steps or hyper-parameters of one parameter differ.
     DestinationError
@@ -167,21 +185,24 @@ def save(
     wait_for_pending()
     ranks = find_ranks(process_group, _find_device(model))
     folder, mesh = run_together(ranks, lambda: (_parse_folder(path), parse_mesh(topology, ranks.rank, ranks.count)))
-    live = LiveRequest(
-        model=model, optimizer=unwrap_optimizer(optimizer) or False, mesh=mesh, ranks=ranks, masters=masters
-    )
-    run = _describe(live)
-    holdings = run_together(ranks, lambda: collect_holdings(run, list_modules(model)))
-    facts = ranks.share(holdings.facts())
-    whole = run_together(
-        ranks, lambda: merge_facts(facts, topology=mesh.topology or _find_topology(holdings, ranks.count), step=step)
-    )
+    live = LiveRequest(model=model, optimizer=unwrap_optimizer(optimizer), mesh=mesh, ranks=ranks, masters=masters)
+    run_together(ranks, lambda: _check_keep(keep, chain=chain))
     links = run_together(ranks, lambda: read_links(folder) if chain else None)
-    unsaved = run_together(ranks, lambda: _find_unsaved(plan, whole, links, mesh))
-    whole = whole.without(unsaved)
-    shares = plan_save([[item for item in of_rank.items if item.param not in unsaved] for of_rank in facts])
-    rank_extras = run_together(ranks, lambda: list(_collect_extras(scheduler, scaler, extras, ranks.rank)))
-    run_together(ranks, lambda: _begin(folder, links, whole.step) if ranks.rank == 0 else None)
+    model_path = run_together(ranks, lambda: None if like is None else path_parser("like", parse_path)(like))
+    run = describe_parts(live, model_path, path_of(links[0].path) if links else None)
+    is_sparse = isinstance(plan, SparseWindow)
+    holdings = run_together(ranks, lambda: collect_holdings(run, list_modules(model), with_computed=is_sparse))
+    facts = ranks.share(replace(holdings.facts(), plan=xxhash.xxh3_64_hexdigest(repr(plan).encode())))
+    layout = mesh.topology or run.state.topology or _find_topology(holdings, ranks.count)
+    step = run.state.step if step is None else step
+    whole = run_together(ranks, lambda: merge_facts(facts, topology=layout, step=step, origin=run.state.origin))
+    whole = run_together(ranks, lambda: _narrow(plan, whole, folder, links, mesh))
+    shares = plan_save([[item for item in of_rank.items if whole.holds(item, of_rank)] for of_rank in facts])
+    framework = run.state.extras
+    rank_extras = run_together(ranks, lambda: list(_collect_extras(scheduler, scaler, extras, framework, ranks.rank)))
+    run_together(ranks, lambda: _check_scalars(plan, rank_extras) if ranks.rank == 0 else None)
+    is_listed = links is None or str(folder) in [link.path for link in links]
+    run_together(ranks, lambda: begin(folder, replaced=not is_listed) if ranks.rank == 0 else None)
     job = SaveJob(
         folder=folder,
         run=whole,
@@ -191,6 +212,7 @@ def save(
         tensors=holdings.tensors,
         extras=rank_extras,
         links=links,
+        keep=keep,
     )
     planned = tuple(sum(item.nbytes for item in share) for share in shares)
     report = SaveReport(
@@ -208,23 +230,36 @@ def save(
     return replace(report, seconds=time.perf_counter() - began)
 
 
-def _find_unsaved(
-    plan: Full | PartialExperts, run: SavedRun, links: tuple[Link, ...] | None, mesh: RunMesh
-) -> frozenset[str]:
-    """Parameters that the plan leaves out. Raises UsageError, UnsupportedError."""
+def _check_keep(keep: int | None, *, chain: bool) -> None:
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1 or not chain):
+        raise UsageError(f"expected keep= of 1 or more, with chain=True; got keep={keep!r}, chain={chain}")
+
+
+def _narrow(plan: Plan, run: SavedRun, folder: Path, links: tuple[Link, ...] | None, mesh: RunMesh) -> SavedRun:
+    """What of the run the plan saves. Raises UsageError, UnsupportedError."""
+    step = None if links is None else check_next(folder, links, run.step)
     if isinstance(plan, Full):
-        return frozenset()
-    if links is None:
-        raise UsageError("expected chain=True with PartialExperts: other links of the chain hold the other experts")
-    check_first_link(links, run.atoms)
+        return run.narrow(())
+    if links is None or step is None:
+        raise UsageError(f"expected chain=True with {type(plan).__name__}: other links of the chain hold the rest")
     shapes = {name: atom.shape for name, atom in run.atoms.items()}
-    return plan.find_unsaved(shapes, turn=len(links) - 1, ep=mesh.degree("ep"))
+    if isinstance(plan, SparseWindow):
+        buffers = frozenset(name for name, atom in run.atoms.items() if atom.kind is Kind.BUFFER)
+        return run.narrow(*plan.divide(find_operators(shapes, buffers), step))
+    ep, held = mesh.degree("ep"), list_held(links, run.atoms)
+    return run.narrow(plan.find_unsaved(shapes, turn=plan.next_turn(shapes, held, ep=ep), ep=ep))
 
 
-def _begin(folder: Path, links: tuple[Link, ...] | None, step: int | None) -> None:
-    if links is not None:
-        check_next(folder, links, step)
-    begin(folder, replaced=links is not None and str(folder) not in [link.path for link in links])
+def _check_scalars(plan: Plan, extras: Sequence[Extra]) -> None:
+    """Raise UsageError if a sparse save lacks a number of the iteration that a replay cannot compute again."""
+    names = [extra.name for extra in extras]
+    missing = [name for name in list_needed(names) if name not in names]
+    if isinstance(plan, SparseWindow) and missing:
+        raise UsageError(
+            f"expected extras= with {', '.join(missing)} of this iteration, because a replay does not have all "
+            "gradients: clip_norm is the norm that clipped them (None without clipping), skipped whether the loss "
+            "scaler skipped the step"
+        )
 
 
 def _parse_folder(path: type_path) -> Path:
@@ -232,45 +267,6 @@ def _parse_folder(path: type_path) -> Path:
     if is_url(str(folder)):
         raise UsageError(f"expected a folder on a disk that all ranks see; got {folder}. Save there, and convert to it")
     return Path(os.path.abspath(folder))
-
-
-def _describe(live: LiveRequest) -> LiveRun:
-    """This rank's part of the run, by names and parts of the whole model. Collective. Raises UnsupportedError."""
-    ranks, mesh = live.ranks, live.mesh
-
-    def describe() -> LiveRun:
-        for adapter in live_adapters():
-            if adapter.claims(live):
-                raise UnsupportedError(
-                    f"expected a model and an optimizer of torch; these are of {adapter.name}, which saves by itself. "
-                    "Use its function, and `ucp convert` for another layout or framework"
-                )
-        run = describe_run(live)
-        return run if run.has_global_parts else _check_full(run, mesh)
-
-    run = run_together(ranks, describe)
-    surveys = ranks.share(survey_numbers(run.model))
-
-    def name() -> LiveRun:
-        if run.has_global_names:
-            return run
-        experts = ExpertMap.parse(None, ep=mesh.degree("ep"))
-        named = name_globally(run.model, surveys, mesh=mesh, rank=ranks.rank, experts=experts, stored=(), rename=None)
-        return replace(run, model=named)
-
-    return run_together(ranks, name)
-
-
-def _check_full(run: LiveRun, mesh: RunMesh) -> LiveRun:
-    """The run, whose plain tensors must be complete. Raises UnsupportedError if ranks may hold parts of them."""
-    cutting = {axis: mesh.degree(axis) for axis in ("tp", "etp") if mesh.degree(axis) > 1}
-    if cutting:
-        axes = ", ".join(f"{axis}={degree}" for axis, degree in cutting.items())
-        raise UnsupportedError(
-            f"expected DTensors, which say how they are cut, or complete tensors; got plain tensors and {axes}. Make "
-            "them DTensors (parallelize_module)"
-        )
-    return run
 
 
 def _find_topology(holdings: Holdings, count: int) -> Topology:
@@ -282,10 +278,14 @@ def _find_topology(holdings: Holdings, count: int) -> Topology:
 
 
 def _collect_extras(
-    scheduler: object, scaler: object, extras: Mapping[str, object] | None, rank: int
+    scheduler: object,
+    scaler: object,
+    extras: Mapping[str, object] | None,
+    framework: Mapping[str, object],
+    rank: int,
 ) -> Iterator[Extra]:
-    """What this rank saves beside tensors. Raises UsageError."""
-    named: dict[str, object] = {}
+    """What this rank saves beside tensors; `framework`: extras of the framework. Raises UsageError."""
+    named = dict(framework)
     for name, value in ((LR_SCHEDULER, scheduler), ("scaler", scaler)):
         if value is not None:
             if not isinstance(value, Stateful):

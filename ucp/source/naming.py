@@ -158,7 +158,7 @@ def _describe_unknown(index: Index, unread: Sequence[str], whose: str, target: T
     as_they_are = f"If all names are already names of {style}, pass --names {style}:{style} to keep them. "
     as_they_are = "" if target.takes_family(None) else as_they_are
     return (
-        f"Only models of a known family can be written {who}: expected names that {whose} has, Megatron's "
+        f"expected names that {whose} has, to write them {who}: Megatron's "
         "(decoder.layers.0.self_attention.linear_qkv.weight, ...), Hugging Face's, or those of another style; "
         f"{len(unread)} of the {len(index.atoms)} names in {index.path} are not among them:\n"
         f"{format_list(unread, most=_MOST_SHOWN)}\n"

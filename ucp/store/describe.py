@@ -151,6 +151,7 @@ class _States:
             kind=atom.kind,
             model_dtype=atom.model_dtype,
             iteration=atom.iteration,
+            cast=atom.is_cast,
             layout=self._numbers(atom.layout),
             made_of={name: self._numbers(layout) for name, layout in atom.made_of.items()},
             states=states,

@@ -50,6 +50,8 @@ def find_files(manifest: Manifest, root: Path) -> tuple[SourceFile, ...]:
             continue
         if not manifest.virtual and not exists(path):  # only a virtual store may refer to a file that is split
             missing.append(path)
+        elif not manifest.virtual and file.nbytes not in (None, files[-1].nbytes):
+            raise MalformedError(f"expected {file.nbytes} bytes in {path}; it has {files[-1].nbytes}. Copy it again")
     if missing:
         raise MissingFileError(
             f"expected {format_count(len(missing), 'file')} "
@@ -194,6 +196,7 @@ def _atom(name: str, atom: StoredAtom, states: _States, axes: Sequence[tuple[Axi
         states=states_by_name,
         model_dtype=atom.model_dtype,
         iteration=atom.iteration,
+        is_cast=atom.cast,
         layout=_layout(atom.layout, axes),
         made_of={source: _layout(numbers, axes) for source, numbers in atom.made_of.items()},
     )

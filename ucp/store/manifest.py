@@ -55,7 +55,7 @@ class StoredFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     header: tuple[Natural, Crc32] | None = None
     """For a safetensors file: the number of bytes before the tensors, and their CRC-32."""
     nbytes: Natural | None = None
-    """Virtual store: number of bytes; of all parts together, if the file is split."""
+    """Virtual store, `ucp.save`: number of bytes; of all parts together, if the file is split."""
     mtime_ns: Natural | None = None
     """Virtual store: modification time, in nanoseconds since 1970."""
     identity: str | None = None
@@ -148,6 +148,8 @@ class StoredAtom(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     """Dtype of the model's weight, if the stored weight is a master of higher precision."""
     iteration: Natural | None = None
     """Training step of its states, if it differs from the store's."""
+    cast: bool = False
+    """Whether it is only the weight with which the model computes: another link of a window has its full states."""
     layout: tuple[Natural, ...] = ()
     """Its layout in the run that saved it: numbers of `Manifest.axes`, outermost first."""
     made_of: dict[str, tuple[Natural, ...]] = {}

@@ -13,7 +13,9 @@ from ucp_cli.pages.render import table, write
 
 @click.group(
     "chain",
-    epilog=example("ucp chain add run/ run/step100 run/step110", "ucp convert run/ atoms/ --at 110"),
+    epilog=example(
+        "ucp chain add run/ run/step100 run/step110", "ucp inspect run/", "ucp convert run/ atoms/ --at 110"
+    ),
 )
 def command() -> None:
     """List checkpoints of one run, so that they are read as one.
@@ -28,9 +30,10 @@ def command() -> None:
 @click.argument("links", type=PATH, nargs=-1, required=True)
 @click.option("--iteration", type=click.IntRange(min=0), metavar="ITER", help="Training step, if LINK records none.")
 def add(*, chain: Path, links: tuple[Path, ...], iteration: int | None) -> None:
-    """Add the checkpoints LINKS to CHAIN, a folder whose chain.json lists them, and which is created if needed.
+    """Add checkpoints to a chain.
 
-    Nothing is copied. Adding a checkpoint that is already listed changes nothing.
+    CHAIN is a folder, created if needed, whose chain.json lists the checkpoints LINKS. Nothing is copied, and
+    adding a checkpoint that is already listed changes nothing.
     """
     rows = [(f"{step:,}", path) for step, path in api.add_to_chain(chain, links, iteration=iteration)]
     write(table(str(chain), (">iteration", "checkpoint"), rows))

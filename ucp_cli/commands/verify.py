@@ -8,7 +8,7 @@ from typing import Unpack
 import click
 
 from ucp import api
-from ucp.conversion.arguments import CompareArguments
+from ucp.conversion.arguments import VerifyArguments
 from ucp_cli.failures import DIFFERENT, FAILED
 from ucp_cli.options import PATH, as_json, example, progress, takes_options
 from ucp_cli.pages.documents import verify_document
@@ -26,7 +26,7 @@ from ucp_cli.progress import watch
 )
 @click.argument("path", type=PATH)
 @click.option("--against", type=PATH, metavar="SRC", help="Also compare with this checkpoint, bit for bit.")
-@takes_options(CompareArguments)
+@takes_options(VerifyArguments)
 @progress
 @as_json
 @click.pass_context
@@ -38,7 +38,7 @@ def command(
     progress: str,
     quiet: bool,
     as_json: bool,
-    **options: Unpack[CompareArguments],
+    **options: Unpack[VerifyArguments],
 ) -> None:
     """Prove that a checkpoint is complete and undamaged.
 

@@ -96,7 +96,7 @@ _OPTIMIZER_IN_ATOMS = (
     *("group_paddings", "param_alignment_paddings", "partition_count", "param_slice_mappings"),
     *("zero_stage", "ds_version", "universal_checkpoint_info"),
 )
-_SCALE_NUMBERS = ("dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+SCALE_NUMBERS = ("dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 
 
 def model_extras(models: Mapping[int, ModelStates], checksums: Checksums) -> list[Extra]:
@@ -151,7 +151,7 @@ def unsharded_extras(optimizer: UnshardedOptimizer) -> list[Extra]:
     values = {str(key): value for key, value in items if key not in ("state", "param_groups")}
     if optimizer.kind == "torch":
         return [Extra(name="optimizer", value={**facts, **values})]
-    numbers = {key: saved[key] for key in _SCALE_NUMBERS if key in saved}
+    numbers = {key: saved[key] for key in SCALE_NUMBERS if key in saved}
     scaler = [Extra(name="loss_scaler", value=numbers)] if "cur_scale" in numbers else []
     outer = _other_values(saved, tuple(numbers) if scaler else ())
     return [*scaler, Extra(name="optimizer", value={**facts, **outer, **values})]

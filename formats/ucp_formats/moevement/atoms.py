@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ from ucp_formats.moevement.window import RankWindow, StoredTensor, may_skip_step
 _MASTERS, _MOMENTS, _COMPUTE = "params.", "optimizer.", "compute_weights."
 """Prefixes of keys: masters, optimizer states, weights in the dtype of the model."""
 _RNG = "__moe_rng_state__"
-_SAMPLED = 256
+SAMPLED = 256
 """Elements of a range that are compared with the dense checkpoint, at most."""
 
 
@@ -92,16 +93,22 @@ class WindowReader:
                 f"expected every parameter to be active in exactly one iteration of a window; got\n{format_list(twice)}"
             )
 
-    def read_slots(self) -> dict[str, AtomIndex]:
-        """Every parameter with all its states, from the iteration in which it is active."""
+    def read_links(self) -> dict[int, dict[str, AtomIndex]]:
+        """Iteration to the parameters that the window has of it: all states of those that are active, else a weight."""
         states: dict[str, dict[str, StateSource]] = {}
         for (param, state), ranges in self._ranges.items():
             states.setdefault(param, {})[state] = self._join(param, state, ranges)
         self._check_states(states)
-        if self.is_counted:
-            for param, of_param in states.items():
-                of_param[STEP] = state_from_number(float(min(self._slots[param])))
-        return {param: self._make_atom(param, of_param, min(self._slots[param])) for param, of_param in states.items()}
+        links: dict[int, dict[str, AtomIndex]] = {}
+        for (param, iteration), refs in self._frozen.items():
+            atom = self._make_atom(param, {WEIGHT: ShardedTensor.unsharded(*refs)})
+            links.setdefault(iteration, {})[param] = replace(atom, is_cast=True)
+        for param, of_param in states.items():
+            iteration = min(self._slots[param])
+            if self.is_counted:
+                of_param[STEP] = state_from_number(float(iteration))
+            links.setdefault(iteration, {})[param] = self._make_atom(param, of_param)
+        return links
 
     def _check_states(self, states: Mapping[str, Mapping[str, StateSource]]) -> None:
         """Raise MalformedError for other states, or other shapes, than the dense checkpoint has of a parameter."""
@@ -117,26 +124,15 @@ class WindowReader:
                     f"shapes; the window has others:\n{format_list(lines)}"
                 )
 
-    def read_first(self, first: int) -> dict[str, AtomIndex]:
-        """The weight of every parameter in the first iteration."""
-        weights = {
-            param: ShardedTensor.unsharded(*refs) for (param, step), refs in self._frozen.items() if step == first
-        }
-        for param, steps in self._slots.items():
-            if first in steps:
-                weights[param] = self._join(param, WEIGHT, self._ranges[param, WEIGHT])
-        return {param: self._make_atom(param, {WEIGHT: weight}, first) for param, weight in weights.items()}
-
-    def _make_atom(self, param: str, states: Mapping[str, StateSource], iteration: int) -> AtomIndex:
+    def _make_atom(self, param: str, states: Mapping[str, StateSource]) -> AtomIndex:
         dense = self._dense.atoms.get(param)
-        atom = self._union.build_atom(
+        return self._union.build_atom(
             param,
             kind=Kind.PARAMETER if dense is None else dense.kind,
             layout=weight.layout if isinstance(weight := states[WEIGHT], ShardedTensor) else Layout(),
             states=states,
             model_dtype=None if dense is None else dense.model_dtype or dense.states[WEIGHT].dtype,
         )
-        return replace(atom, iteration=iteration)
 
     def _join(self, param: str, state: str, ranges: Sequence[_Range]) -> ShardedTensor:
         """A state, joined from the ranges of the ranks that share it. Without ZeRO every rank has a full copy."""
@@ -177,7 +173,7 @@ class WindowReader:
             expected = sum(region.global_box.numel for region in regions)
             if part.ref.numel != expected:
                 raise MalformedError(
-                    f"expected {expected} elements of {param} in {self._path_of(part.rank)}, as rank {part.rank} has "
+                    f"expected {expected} elements of {param} in {self._file_of(part.rank)}, as rank {part.rank} has "
                     f"in the dense checkpoint; got {part.ref.numel}: they are a peer's, or from another run"
                 )
 
@@ -210,7 +206,7 @@ class WindowReader:
             for operators in alike.values():
                 for one, other in combinations(operators, 2):
                     if one[0] != other[0] and self._are_exchanged(prober, places[one], places[other]):
-                        yield f"{one[1]} of {self._path_of(one[0])}, {other[1]} of {self._path_of(other[0])}"
+                        yield f"{one[1]} of {self._file_of(one[0])}, {other[1]} of {self._file_of(other[0])}"
 
     def _are_exchanged(
         self,
@@ -226,7 +222,7 @@ class WindowReader:
             total = 0.0
             for key, (_, _, ref) in ranges.items():
                 param, start, _ = at[key]
-                count = min(ref.numel, _SAMPLED)
+                count = min(ref.numel, SAMPLED)
                 state = self._dense.atoms[param].states[WEIGHT]
                 values = _floats(prober.window(ref, 0, count, dtype=DType.FLOAT32))
                 dense = _floats(prober.state_window(state, start, start + count, dtype=DType.FLOAT32))
@@ -235,8 +231,8 @@ class WindowReader:
 
         return distance(one, other) + distance(other, one) < distance(one, one) + distance(other, other)
 
-    def _path_of(self, rank: int) -> str:
-        return next(window.path for window in self._windows if window.rank == rank)
+    def _file_of(self, rank: int) -> str:
+        return next(os.path.basename(window.path) for window in self._windows if window.rank == rank)
 
     def list_extras(self, iteration: int) -> Iterator[Extra]:
         """RNG states after an iteration, and the metadata that the run recorded when it saved."""

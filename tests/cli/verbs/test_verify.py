@@ -129,3 +129,13 @@ def test_copied_ranks_are_damage_and_inspect_shows_the_doubt(ucp: Run, copy: Pat
     assert "l2.weight: exp_avg_sq" in ucp("verify", gap, code=1).stdout
     assert "NO: see Missing" in ucp("inspect", gap).stdout
     assert "l2.weight: exp_avg_sq" in json.loads(ucp("inspect", gap, "--json").stdout)["missing"][0]
+
+
+def test_an_export_is_compared_under_its_names(ucp: Run, tmp_path: Path) -> None:
+    """Megatron joins queries, keys and values, and pads the vocabulary."""
+    source, export = FIXTURES.parent / "megatron/llama-tp2-pp2-dp2-full/checkpoint", tmp_path / "export"
+    ucp("convert", source, export, "--to", "huggingface")
+    assert f"equal to  {source}" in ucp("verify", export, "--against", source).stdout
+    file = export / "model.safetensors"
+    flip(file, file.stat().st_size - 1)
+    assert "1 difference" in ucp("verify", export, "--against", source, code=3).stdout.splitlines()[0]

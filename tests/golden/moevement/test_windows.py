@@ -116,6 +116,10 @@ def test_saved_after_its_last_step() -> None:
         ucp.inspect(window("off-boundary"))
 
 
+def test_what_is_not_proved_is_told() -> None:
+    assert any("no checksums" in note and "peer" in note for note in ucp.verify(window("ep2-dp2")).notes)
+
+
 def test_ranges_of_a_peer() -> None:
     """What MoEvement ships: with data parallelism, the masters of the first iteration are the peer's."""
     with pytest.raises(MalformedError) as error:

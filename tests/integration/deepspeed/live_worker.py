@@ -4,8 +4,9 @@
 
 A job names the case to build the engine of, what to load, and what to pass to `ucp.load_into`: the engine (`engine`),
 the engine as optimizer of its module (`optimizer`), the engine without states (`weights`), its module (`module`) or its
-module with its optimizer (`apart`); topology and rules where ranks share layers. Rank 0 writes `OUT/report.json`:
-losses, or the error; the report.
+module with its optimizer (`apart`); topology and rules where ranks share layers. Instead of a load a job can train
+(`trained`) or resume with DeepSpeed itself (`resumed`). An engine is also saved with `ucp.save`. Rank 0 writes
+`OUT/report.json`: losses, or the error; the report.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import deepspeed  # noqa: E402
 import deepspeed_train as train  # noqa: E402
 from deepspeed_cases import CASES, case_from_json  # noqa: E402
 from deepspeed_parallel import checkpoint_info  # noqa: E402
-from deepspeed_run import start  # noqa: E402
+from deepspeed_run import Run, start  # noqa: E402
 
 import ucp  # noqa: E402
 
@@ -48,27 +49,45 @@ def main() -> None:
 
 def _carry_out(job: dict[str, Any]) -> dict[str, object]:
     case = case_from_json(CASES[job["base"]], job["case"])
-    run = start(case, seed=SEED, universal=False)
+    passed = job["passed"]
+    run = start(case, seed=0 if passed == "trained" else SEED, universal=False)
     engine = run.engine
     try:
-        model, optimizer = {
-            "engine": (engine, None),
-            "optimizer": (engine.module, engine),
-            "weights": (engine, False),
-            "module": (engine.module, None),
-            "apart": (engine.module, engine.optimizer),
-        }[job["passed"]]
-        asked = {"topology": job["topology"] or None, "patterns": job["patterns"] or None}
-        report = ucp.load_into(model, checkpoint=job["checkpoint"], optimizer=optimizer, **asked)
+        report = _fill(run, job)
         steps = engine.global_steps
+        if passed in ("engine", "trained") and not job["patterns"]:
+            like = job["checkpoint"] if job["topology"] else None
+            ucp.save(engine, None, job["topology"] or None, Path(job["out"]) / "store", like=like)
         told = {"universal_checkpoint_info": checkpoint_info(case.tensor_parallel_size)} if case.kind == "3d" else {}
         engine.save_checkpoint(Path(job["out"]) / "saved", client_state=told)
         after = train._steps(run, 5)
-        return {"losses": after.losses, "steps": steps, "text": str(report), "notes": report.notes}
+        told = {} if report is None else {"text": str(report), "notes": report.notes}
+        return {"losses": after.losses, "steps": steps, **told}
     except ucp.UcpError as error:
         return {"error": f"{type(error).__name__}: {error}"}
     finally:
         engine.destroy()
+
+
+def _fill(run: Run, job: dict[str, Any]) -> ucp.LoadReport | None:
+    """Train, resume with DeepSpeed, or load live; the report of the last."""
+    engine = run.engine
+    if job["passed"] == "trained":
+        train._steps(run, 3)
+        return None
+    if job["passed"] == "resumed":
+        found, _ = engine.load_checkpoint(job["checkpoint"])
+        assert found is not None
+        return None
+    model, optimizer = {
+        "engine": (engine, None),
+        "optimizer": (engine.module, engine),
+        "weights": (engine, False),
+        "module": (engine.module, None),
+        "apart": (engine.module, engine.optimizer),
+    }[job["passed"]]
+    asked = {"topology": job["topology"] or None, "patterns": job["patterns"] or None}
+    return ucp.load_into(model, checkpoint=job["checkpoint"], optimizer=optimizer, **asked)
 
 
 if __name__ == "__main__":

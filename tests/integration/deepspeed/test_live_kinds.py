@@ -153,9 +153,13 @@ def _launch(ranks: int, told: list[dict[str, object]], path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def _report(job: Job, results: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((results / job.name / "report.json").read_text())
+def _read(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return found
+
+
+def _report(job: Job, results: Path) -> dict[str, Any]:
+    return _read(results / job.name)
 
 
 def _name(job: Job) -> str:
@@ -173,6 +177,15 @@ def test_what_deepspeed_then_saves_is_the_source(job: Job, results: Path) -> Non
     assert report["losses"] == pytest.approx(job.truth["losses_after"], rel=bound)
 
 
+@pytest.mark.parametrize("job", [job for job in WHOLE if job.passed == "engine"], ids=_name)
+def test_what_ucp_then_saves_is_what_deepspeed_saves(job: Job, results: Path) -> None:
+    saved, store = results / job.name / "saved", results / job.name / "store"
+    difference = ucp.diff(saved, store)
+    assert difference.equal, difference
+    assert ucp.inspect(store).topology == ucp.inspect(saved).topology
+    assert ucp.verify(store).ok
+
+
 @pytest.mark.parametrize("job", SHARED, ids=_name)
 def test_ranks_that_share_layers_get_their_cuts(job: Job, results: Path) -> None:
     report = _report(job, results)
@@ -185,6 +198,9 @@ def test_ranks_that_share_layers_get_their_cuts(job: Job, results: Path) -> None
     for name, atom in source.atoms.items():
         for state in atom.states:
             assert source.read(name, state).equal(saved.read(name, state)), (name, state)
+    if not job.rules:  # as otherwise nothing tells a save how ranks cut parameters
+        difference = ucp.diff(FIXTURES / job.source / "checkpoint", results / job.name / "store")
+        assert difference.equal, difference
     degree = job.truth["case"].get("tensor_parallel_size", 1)
     if job.case.get("tensor_parallel_size", degree) != degree:
         return  # each rank trains some parameters for itself: another number of ranks is another model

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from ucp.conversion.execute import Written, check_read
 from ucp.conversion.journal import check_noted, to_line
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.prepare import prepare
+from ucp.errors import CorruptError
 from ucp.transfer.engines.serial import SerialEngine
 from ucp.transfer.output_files import create_file
+
+FIXTURES = Path(__file__).parents[3] / "fixtures"
 
 
 @pytest.fixture
@@ -49,6 +54,28 @@ def test_a_line_that_says_something_else_is_not_believed(run, change):
     job, root, _, lines = run
     assert check_noted(job, root, [{**lines[0], **change}]) == {}
     assert check_noted(job, root, [{}]) == {}
+
+
+def test_a_line_with_another_checksum_is_not_believed(run):
+    """It would become the checksum of a file."""
+    job, root, _, lines = run
+    wrong = {**lines[0], "sums": [[*first_sum[:4], first_sum[4] ^ 1, *first_sum[5:]] for first_sum in lines[0]["sums"]]}
+    assert check_noted(job, root, [wrong]) == {}
+    assert list(check_noted(job, root, lines[:1])) == [0]
+
+
+def test_checksums_that_only_the_journal_has(tmp_path):
+    """The source is as it was saved, so it is not to blame."""
+    prepared = prepare(FIXTURES / "deepspeed/z1-dp4-fp32/checkpoint", ConvertOptions())
+    job, written = prepared.job, Written()
+    for file in job.target.files:
+        create_file(tmp_path, file)
+    for done in SerialEngine().run(job, tmp_path, job.tasks, workers=1, threads=1):
+        written.add(done)
+    check_read(job.index, written)
+    written.spans = [span._replace(crc32=span.crc32 ^ 1) for span in written.spans]
+    with pytest.raises(CorruptError, match="journal"):
+        check_read(job.index, written)
 
 
 def test_a_line_of_other_sections_is_not_believed(run):

@@ -227,3 +227,11 @@ def test_a_state_dict_has_every_weight_and_tied_names_share_their_tensor():
 
 def test_a_box_is_made_by_either_name():
     assert ucp.Box.whole((2, 3)) == ucp.Box.full((2, 3)) == ucp.Box((0, 0), (2, 3))
+
+
+@pytest.mark.parametrize(
+    "call", [ucp.verify, ucp.experts, lambda path, **options: ucp.convert(path, f"{path}-out", **options)]
+)
+def test_an_observer_without_its_methods_is_refused(source, call):
+    with pytest.raises(UsageError, match="observer"):
+        call(source, observer=object())

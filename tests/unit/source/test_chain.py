@@ -41,13 +41,13 @@ def make_tensors(names: list[str], value: float) -> dict[tuple[str, str], NDArra
     return {(name, state): value + n + rows * spread[name] for name in names for n, state in enumerate(STATES)}
 
 
-def save(folder: Path, tensors: Tensors, step: int, groups: tuple[ParamGroup, ...] = ()) -> Path:
+def save(folder: Path, tensors: Tensors, step: int | None, groups: tuple[ParamGroup, ...] = ()) -> Path:
     shards = Shards(folder)
     states = {key: shards.whole(array) for key, array in tensors.items()}
     for param in dict.fromkeys(param for param, _ in tensors):
-        states[param, "step"] = StateIndex.from_tensor(inline(np.array(step, dtype="f4")))
+        states[param, "step"] = StateIndex.from_tensor(inline(np.array(step or 0, dtype="f4")))
     params = tuple(dict.fromkeys(param for param, _ in tensors))
-    groups = groups or (ParamGroup(params=params, hyper={"lr": step / 1000, "betas": (0.9, 0.999)}),)
+    groups = groups or (ParamGroup(params=params, hyper={"lr": (step or 0) / 1000, "betas": (0.9, 0.999)}),)
     write_checkpoint(replace(make_index(folder, states, groups=groups), step=step))
     return folder
 
@@ -124,6 +124,21 @@ def test_a_chain_is_not_a_link(rotating: Path) -> None:
         ucp.open(rotating)
 
 
+@pytest.mark.parametrize("options", [{"to": "dcp", "topology": "dp=1"}, {"to": "torch"}])
+def test_links_of_other_formats_are_read_in_the_folder_of_the_chain(rotating: Path, options: dict[str, str]) -> None:
+    """It is one of them, and it is not taken for the only checkpoint in that folder."""
+    ucp.convert(rotating / "10", rotating / "other", **options)
+    shutil.rmtree(rotating / "10")
+    (rotating / "chain.json").unlink()
+    ucp.add_to_chain(rotating, [rotating / name for name in ("other", "20", "30")])
+    assert ucp.open(rotating).read(expert(2))[0, 0].item() == 10
+    assert ucp.verify(rotating).ok
+    file = max((rotating / "other").iterdir(), key=lambda path: path.stat().st_size)
+    with file.open("ab") as longer:
+        longer.write(b"x")
+    assert any(file.name in problem for problem in ucp.verify(rotating).problems)
+
+
 def test_links_that_are_added_at_once(tmp_path: Path) -> None:
     """Jobs that each list what they saved: none of the links is lost."""
     links = [save(tmp_path / str(step), make_tensors([ROUTER], step), step) for step in range(1, 9)]
@@ -161,23 +176,46 @@ def test_targets_of_one_step_refuse_until_told(rotating: Path, tmp_path: Path) -
     assert {written.read(name, "step").item() for name in written} == {30}
 
 
-@given(st.lists(st.sampled_from([set(), {0}, {1, 2}, {0, 3}, {1}, {0, 1, 2, 3}]), min_size=1, max_size=5))
-def test_laws_of_merging(saved: list[set[int]]) -> None:
-    """Each parameter is of the last link that saved it; a chain that ends in a full link is that link."""
-    full = set(range(EXPERTS))
+SAVED_STATES = st.sampled_from(["", "weight", "exp_avg", "weight exp_avg", "weight exp_avg"]).map(str.split)
+SAVED = st.fixed_dictionaries({expert(n): SAVED_STATES for n in range(EXPERTS)})
 
-    def link(number: int, experts: set[int]) -> LinkIndex:
-        states = {(expert(n), "weight"): StateIndex.from_tensor(inline(np.full((2,), number, "f4"))) for n in experts}
-        return LinkIndex(number, replace(make_index(Path("x"), states), step=number))
 
-    links = [link(number, experts) for number, experts in enumerate([full, *saved], 1)]
+@given(st.lists(st.tuples(st.integers(1, 9), SAVED), min_size=1, max_size=5), st.booleans())
+def test_laws_of_merging(saved: list[tuple[int, dict[str, list[str]]]], ends_full: bool) -> None:
+    """States of a parameter are of one link, the newest with all of them; lost tokens are those routed since then.
+
+    A chain that ends in a full link is that link.
+    """
+    links, iteration = [], 0
+    for number, (gap, states_of) in enumerate(saved, 1):
+        iteration += gap
+        whole = {name: ["weight", "exp_avg"] for name in states_of if ends_full and number == len(saved)}
+        keys = [(name, state) for name, states in (whole or states_of).items() for state in states]
+        states = {key: StateIndex.from_tensor(inline(np.full((2,), iteration, "f4"))) for key in keys}
+        links.append(LinkIndex(iteration, replace(make_index(Path("x"), states), step=iteration)))
+    tokens = {expert(n): 0 for n in range(EXPERTS)}
+    expected: dict[str, LinkIndex | None] = {}
+    for name in tokens:
+        held = [link for link in links if name in link.index.atoms]
+        wanted = {state for link in held for state in link.index.atoms[name].states}
+        whole_links = [link for link in held if set(link.index.atoms[name].states) == wanted]
+        if held:
+            expected[name] = whole_links[-1] if whole_links else None
+    if None in expected.values():
+        with pytest.raises(MissingStateError):
+            merge(links, path="x", evidence=())
+        return
     merged = merge(links, path="x", evidence=())
-    for n in full:
-        newest = max(number for number, experts in enumerate([full, *saved], 1) if n in experts)
-        assert merged.atoms[expert(n)].iteration == (None if newest == len(links) else newest)
-        assert merged.atoms[expert(n)].states == links[newest - 1].index.atoms[expert(n)].states
-    whole = merge([*links, link(len(links) + 1, full)], path="x", evidence=())
-    assert whole.atoms == link(len(links) + 1, full).index.atoms
+    assert merged.atoms.keys() == expected.keys()
+    for name, link in expected.items():
+        assert link is not None
+        atom = merged.atoms[name]
+        assert (atom.iteration or iteration, atom.states) == (link.iteration, link.index.atoms[name].states)
+        tokens[name] = sum(1 for step in range(1, iteration + 1) if step > link.iteration)
+    if ends_full:
+        assert merged.atoms == links[-1].index.atoms
+    plt = sum(tokens.values()) / iteration / len(expected) if expected else 0.0
+    assert measure_staleness(merged).plt == pytest.approx(plt)
 
 
 def split_states(chain: Path) -> list[Path]:
@@ -243,7 +281,7 @@ class TestTheDocument:
             ([{"path": "20", "iteration": -1}], "iteration"),
             ([{"path": "", "iteration": 1}], "path"),
             ([{"path": "20"}], "iteration"),
-            ([{"path": "20", "iteration": 21}], "20 to be of iteration 21"),
+            ([{"path": "20", "iteration": 21}], "iteration 21 in .*20, .*holds iteration 20"),
             (7, "links"),
         ],
     )
@@ -252,7 +290,12 @@ class TestTheDocument:
         with pytest.raises(MalformedError, match=data):
             ucp.inspect(rotating)
 
-    @pytest.mark.parametrize("text", [b"", b"{", b"\xff", b"[" * 100_000, b'{"version": 2, "links": []}'])
+    def test_a_later_version(self, rotating: Path) -> None:
+        (rotating / "chain.json").write_text('{"version": 2, "links": [], "more": 1}')
+        with pytest.raises(UnsupportedError, match="2"):
+            ucp.inspect(rotating)
+
+    @pytest.mark.parametrize("text", [b"", b"{", b"\xff", b"[" * 100_000, b'{"version": 0, "links": []}'])
     def test_rubbish(self, rotating: Path, text: bytes) -> None:
         (rotating / "chain.json").write_bytes(text)
         with pytest.raises(MalformedError, match=r"chain\.json"):
@@ -262,6 +305,20 @@ class TestTheDocument:
         (rotating / "20").rename(rotating / "elsewhere")
         with pytest.raises(ucp.errors.SourceError, match="20"):
             ucp.inspect(rotating)
+
+    def test_a_link_by_another_path(self, rotating: Path, tmp_path: Path) -> None:
+        """A symbolic link to a listed checkpoint is that checkpoint."""
+        text = (rotating / "chain.json").read_bytes()
+        (tmp_path / "link").symlink_to(rotating / "20")
+        ucp.add_to_chain(rotating, tmp_path / "link")
+        assert (rotating / "chain.json").read_bytes() == text
+
+    @pytest.mark.parametrize("iteration", [-1, "7", True, 7.0, 1 << 70])
+    def test_numbers_that_are_no_iteration(self, iteration: object, tmp_path: Path) -> None:
+        link = save(tmp_path / "link", make_tensors([ROUTER], 1), None)
+        with pytest.raises(UsageError, match="iteration"):
+            ucp.add_to_chain(tmp_path / "chain", link, iteration=iteration)
+        assert not (tmp_path / "chain").exists()
 
     def test_a_chain_of_chains_is_refused(self, rotating: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="chain"):

@@ -83,9 +83,16 @@ def add_balancing_bias(tensors: Tensors) -> None:
     tensors["layers.0.moe.expert_bias", "weight"] = np.zeros(EXPERTS - 1, dtype="f4")
 
 
+def number_twice(tensors: Tensors) -> None:
+    """Two names, one number."""
+    for param, state in of_expert(tensors, 1, 1):
+        tensors[param.replace(".1.w", ".01.w"), state] = tensors[param, state] + np.float32(1)
+
+
 @pytest.mark.parametrize(
     ("damage", "data"),
     [
+        (number_twice, ["layers.1.moe: ", "experts.1.w2 and layers.1.moe.experts.01.w2"]),
         (renumber_ranks, ["layers.0.moe: expected 4 experts", "4 rows", "missing: 2-3"]),
         (leave_ranks_out, ["layers.0.moe", "missing: 0-1"]),
         (lack_projection, ["layers.1.moe", "expert 2 lacks w2"]),
@@ -104,6 +111,11 @@ def test_what_the_index_tells(damage: Callable[[Tensors], None], data: list[str]
     with pytest.raises(MalformedError, match="--accept experts"):
         ucp.convert(source, tmp_path / "out")
     assert ucp.experts(source).problems == ucp.verify(source).experts == (doubt.text,)
+    ucp.convert(source, tmp_path / "out", accept=["experts"])
+    assert not ucp.verify(tmp_path / "out").ok
+    report = ucp.verify(tmp_path / "out", accept=["experts"])
+    assert report.ok
+    assert any(note.startswith("--accept experts: ") for note in report.notes)
 
 
 def copy_rank(tensors: Tensors) -> None:
@@ -130,6 +142,11 @@ def lose_numbers(tensors: Tensors) -> None:
     tensors["layers.1.moe.experts.3.w2", "exp_avg"][-1, -1] = np.inf
 
 
+def negate_square(tensors: Tensors) -> None:
+    """No mean of squares is below zero."""
+    tensors["layers.0.moe.experts.2.w1", "exp_avg_sq"][0, 0] = -1e-9
+
+
 def copy_rows(tensors: Tensors) -> None:
     for state in STATES:
         router = tensors["layers.0.moe.router.gate.weight", state]
@@ -144,6 +161,7 @@ def copy_rows(tensors: Tensors) -> None:
         (zero_expert, ["layers.1.moe: the weights of experts 3"]),
         (lose_numbers, ["layers.1.moe: exp_avg of expert 3"]),
         (copy_rows, ["layers.0.moe: rows 1,3"]),
+        (negate_square, ["layers.0.moe: exp_avg_sq of expert 2 has negative"]),
     ],
 )
 def test_what_the_bytes_tell(damage: Callable[[Tensors], None], data: list[str], tmp_path: Path) -> None:

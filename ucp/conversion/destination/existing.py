@@ -60,7 +60,10 @@ def check_destination(src: Path, dst: Path) -> None:
     except FileNotFoundError:  # somebody removed it
         current = Path("/")
     if resolved == current or resolved in current.parents:
-        raise DestinationError(f"{dst} is, or holds, the current folder, which a rename would replace; go elsewhere")
+        raise DestinationError(
+            f"expected a folder of its own for the result, which a rename puts in place; {dst} is, or holds, the "
+            f"current folder: name a folder in it, such as {dst / 'converted'}"
+        )
     scheme = url_scheme(dst)
     if scheme:
         raise DestinationError(

@@ -53,6 +53,8 @@ class LoadOptions:
     """What to do with moments that are all zero."""
     accept: frozenset[DoubtKind] = frozenset()
     """Doubts of the checkpoint that the user accepts."""
+    kept: frozenset[str] = frozenset()
+    """Atoms that are not loaded: the model and the optimizer keep what they have of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,8 +195,8 @@ def decide(matching: Matching, used: Used, options: LoadOptions) -> Decision:
     return Decision(
         index=index,
         run=run,
-        items=tuple(items),
-        without_states=tuple(without_states),
+        items=tuple(item for item in items if item.slice.param not in options.kept),
+        without_states=tuple(name for name in without_states if matched[name] not in options.kept),
         hyper=tuple(hyper),
         findings=findings,
     )

@@ -115,9 +115,10 @@ class FlatOptimizer:
         import torch
 
         slot = self._find_slot(name)
+        numel = local_of(self.base.live[slot.key]).numel()
         return {
             state: value
-            if not isinstance(value, torch.Tensor) or not value.ndim
+            if not isinstance(value, torch.Tensor) or not value.ndim or value.numel() == 1 != numel
             else slot.range_of(state).narrow(local_of(value))
             for state, value in self.base.values(slot.key).items()
         }

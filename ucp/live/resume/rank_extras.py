@@ -103,10 +103,10 @@ def _find_by_coords(extra: Extra, index: Index) -> Iterator[tuple[str, int, Extr
 _KEYS = {
     "python": ("python", "random", "random_state", "random_rng_state"),
     "numpy": ("numpy", "numpy_random_seed", "np_rng_state"),
-    "torch": ("cpu", "torch", "torch_manual_seed", "torch_rng_state"),
+    "torch": ("cpu", "torch", "torch_cpu", "torch_manual_seed", "torch_rng_state"),
     "cuda": ("cuda", "torch_cuda_manual_seed", "cuda_rng_state"),
 }
-"""Generator to the keys under which its state is saved by the Trainer, verl, accelerate, Megatron."""
+"""Generator to the keys under which its state is saved by the Trainer, verl, accelerate, Megatron, MoEvement."""
 
 
 def find_generators(value: object) -> dict[str, Callable[[], None]]:

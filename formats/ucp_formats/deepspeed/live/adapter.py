@@ -1,4 +1,4 @@
-"""The adapter of DeepSpeed engines (0.19.8): loads a checkpoint into an engine with ZeRO 0 to 3, in place.
+"""The adapter of DeepSpeed engines (0.19.8), ZeRO 0 to 3: loads a checkpoint into one in place, or saves one.
 
 At every stage, values are loaded into the fp32 masters of this rank. Then DeepSpeed's own functions compute the 16-bit
 weights from the masters. An engine owns its optimizer, so users do not pass it; `optimizer=False` loads only weights
@@ -20,15 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 from ucp.contract.optimizer import read_step_counts
 from ucp.core.index import Index
+from ucp.core.topology import Topology
 from ucp.errors import UnsupportedError, UsageError, format_list
 from ucp.io.pickle.values import Stub
-from ucp.live.adapters import LiveModel, LiveRequest, LiveRun
+from ucp.live.adapters import FrameworkState, LiveModel, LiveRequest, LiveRun
 from ucp.live.match.items import Findings
 from ucp.live.model.module import dtype_of
 from ucp.live.parts import LiveTensor
 from ucp.live.run.mesh import RunMesh
 from ucp.transfer.probe import Prober
 from ucp_formats.deepspeed.config import RunConfig, read_loss_scale
+from ucp_formats.deepspeed.extras import ENGINE, SCALE_NUMBERS
 from ucp_formats.deepspeed.live.buffers import locate_chunk, make_full_part
 from ucp_formats.deepspeed.live.wrappers import Master, NamedModule, Wrapped, name_module, unwrap_optimizer
 
@@ -85,12 +87,7 @@ def _restore_schedule(engine: Any, _index: Index, extras: Mapping[str, object]) 
 
 
 def _restore_loss_scale(engine: Any, _index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
-    optimizer = engine.optimizer
-    scaler: Any = getattr(optimizer, "loss_scale_config", None)
-    if scaler is not None:  # without ZeRO: not the class of the ZeRO scalers, but its fields have the same names
-        scaler = scaler if scaler.use_grad_scaling else None
-    elif str(getattr(optimizer, "dtype", "")) == "torch.float16":
-        scaler = getattr(optimizer, "loss_scaler", None)
+    scaler = _find_scaler(engine)
     if scaler is None:
         return "", ""
     saved = extras.get("loss_scaler")
@@ -105,6 +102,43 @@ def _restore_loss_scale(engine: Any, _index: Index, extras: Mapping[str, object]
         if hasattr(scaler, name):
             setattr(scaler, name, value)
     return "loss scale of the engine", ""
+
+
+def _find_scaler(engine: Any) -> Any:
+    """The loss scaler, if gradients are scaled: without ZeRO of another class, whose fields have the same names."""
+    optimizer = engine.optimizer
+    config = getattr(optimizer, "loss_scale_config", None)
+    if config is not None:
+        return config if config.use_grad_scaling else None
+    is_scaled = str(getattr(optimizer, "dtype", "")) == "torch.float16"
+    return getattr(optimizer, "loss_scaler", None) if is_scaled else None
+
+
+def _read_state(engine: Any, topology: Topology) -> FrameworkState:
+    """What the engine saves beside tensors, under the names that the reader of its files gives them (`EXTRAS`)."""
+    optimizer, scaler = engine.optimizer, _find_scaler(engine)
+    counts = {key: getattr(engine, key) for key in ("global_steps", "global_samples", "skipped_steps")}
+    ranks = {"dp_world_size": engine.seq_dp_world_size, "mp_world_size": engine.mp_world_size}
+    extras: dict[str, object] = {
+        ENGINE: {**counts, **ranks, "ds_version": importlib.import_module("deepspeed").__version__},
+        "ds_config": engine.config,
+        "optimizer": {"class": type(optimizer).__name__, "clip_grad": engine.gradient_clipping()},
+    }
+    if engine.lr_scheduler is not None:
+        extras["lr_scheduler"] = engine.lr_scheduler.state_dict()
+    if scaler is not None:
+        is_config = not hasattr(scaler, "dynamic")  # of which DeepSpeed saves only numbers
+        extras["loss_scaler"] = {key: getattr(scaler, key) for key in SCALE_NUMBERS} if is_config else scaler
+    if engine.has_moe_layers:
+        extras["num_experts"] = engine.num_experts
+    return FrameworkState(origin="deepspeed", extras=extras, step=engine.global_steps, topology=topology)
+
+
+def _find_topology(engine: Any) -> Topology:
+    ranks = engine.seq_dp_world_size
+    pp = engine.module.topology().get_dim("pipe") if hasattr(engine.module, "topology") else 1
+    ep = max((group.size() for group in engine.expert_parallel_group.values()), default=1)
+    return Topology(dp=ranks, tp=engine.mp_world_size // pp, pp=pp, ep=ep, zero=engine.zero_optimization_stage())
 
 
 def _refuse(engine: Any) -> None:
@@ -185,7 +219,8 @@ class DeepSpeedAdapter:
         named = name_module(engine.module, engine.expert_parallel_group)
         wrapped = unwrap_optimizer(engine.optimizer, named)
         model = _describe_model(named, wrapped)
-        run = LiveRun(model=model, finish=wrapped.finish, has_global_parts=not is_cut)
+        state = _read_state(engine, _find_topology(engine))
+        run = LiveRun(model=model, finish=wrapped.finish, has_global_parts=not is_cut, state=state)
         if request.optimizer is False:
             return run
         return replace(run, optimizer=wrapped.optimizer, resume=partial(resume, engine))

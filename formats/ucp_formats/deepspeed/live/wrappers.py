@@ -24,6 +24,7 @@ from ucp_formats.deepspeed.live.buffers import (
     list_stage3_buffers,
     list_zero_buffers,
 )
+from ucp_formats.deepspeed.read.optimizer.saved import is_named_for_experts
 
 if TYPE_CHECKING:
     import torch
@@ -135,11 +136,15 @@ class BufferedOptimizer(FlatOptimizer):
 
     def groups(self) -> list[LiveGroup]:
         """The parameter groups with their hyper-parameters."""
-        stepping = [_stepping_class(self.base.handle, group) for group in self.base.handle.param_groups]
-        return [
-            replace(group, hyper={STEP: 0, **group.hyper}) if kind in _COUNT_IN_GROUP else group
-            for group, kind in zip(FlatOptimizer.groups(self), stepping, strict=True)
-        ]
+        groups = []
+        for group, handle in zip(FlatOptimizer.groups(self), self.base.handle.param_groups, strict=True):
+            hyper = dict(group.hyper)
+            if _stepping_class(self.base.handle, handle) in _COUNT_IN_GROUP:
+                hyper = {STEP: 0, **hyper}
+            if is_named_for_experts(hyper):
+                del hyper["name"]
+            groups.append(replace(group, hyper=hyper))
+        return groups
 
     def put(self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]) -> None:
         """Store the states, so that DeepSpeed's `safe_get_full_optimizer_state` also sees them before the next step."""

@@ -51,7 +51,7 @@ class SavedGroup:
         entries = require_mapping(saved, where)
         names, name, has_experts = entries.get("param_names"), entries.get("name"), entries.get("moe") is True
         members = {"params", "param_names"}
-        if has_experts and _EXPERTS.fullmatch(str(name)):
+        if is_named_for_experts(entries):
             members.add("name")
         return cls(
             slots=_integers(entries.get("params"), f"params of {where}"),
@@ -60,6 +60,11 @@ class SavedGroup:
             name=name if isinstance(name, str) else "",
             has_experts=has_experts,
         )
+
+
+def is_named_for_experts(group: Mapping[str, object] | Mapping[object, object]) -> bool:
+    """Whether DeepSpeed named a parameter group after the ranks that share its experts."""
+    return group.get("moe") is True and _EXPERTS.fullmatch(str(group.get("name"))) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

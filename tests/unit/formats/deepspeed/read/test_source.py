@@ -219,6 +219,7 @@ def test_buffers_of_other_ranks(tmp_path: Path, fake_run, same: bool) -> None:
     own = [(extra.name, extra.rank) for extra in index.extras if extra.name.startswith("buffer/")]
     assert own == ([] if same else [("buffer/mean", 2)])
     assert any("buffer mean of rank 2 differs" in note for note in index.notes) is not same
+    assert any("buffers" in note and "mean" in note for note in ucp.verify(tmp_path).notes) is not same
 
 
 def test_names_without_data_are_named_as_dropped(tmp_path: Path, fake_run) -> None:
