@@ -18,7 +18,7 @@ from ucp.chain.document import Link
 from ucp.core.index import Extra
 from ucp.errors import DestinationError, UcpError
 from ucp.live.run.ranks import Ranks, run_together
-from ucp.saving.chain import add_link
+from ucp.saving.chain import add_link, collect_links
 from ucp.saving.commit import SavedRun, commit, growing_folder
 from ucp.saving.holdings import Holding
 from ucp.saving.part import PARTS, read_part, write_part
@@ -51,6 +51,8 @@ class SaveJob:
     """Extras that this rank writes."""
     links: tuple[Link, ...] | None
     """Links of the chain that the store becomes the newest of; None for none."""
+    keep: int | None
+    """Number of restore points of the chain whose links stay; None for all."""
 
     def snapshot(self) -> SaveJob:
         """The job with copies of everything that the program may change, in host memory."""
@@ -71,6 +73,12 @@ class SaveJob:
         commit(self.folder, self.run, self.ranks)
         if self.links is not None:
             add_link(self.folder, self.links, self.run.step)
+        if self.keep is not None:
+            try:
+                collect_links(self.folder.parent, self.keep)
+            except (UcpError, OSError) as error:
+                error.add_note(f"{self.folder} is saved and listed; links that it does not need could not be removed")
+                raise
 
     def tell_failure(self, error: BaseException) -> None:
         """Leave the error of this rank for rank 0."""

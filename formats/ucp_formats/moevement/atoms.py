@@ -104,16 +104,22 @@ class WindowReader:
                 f"expected every parameter to be active in exactly one iteration of a window; got\n{format_list(twice)}"
             )
 
-    def read_slots(self) -> dict[str, AtomIndex]:
-        """Every parameter with all its states, from the iteration in which it is active."""
+    def read_links(self) -> dict[int, dict[str, AtomIndex]]:
+        """Iteration to the parameters that the window has of it: all states of those that are active, else a weight."""
         states: dict[str, dict[str, StateSource]] = {}
         for (param, state), ranges in self._ranges.items():
             states.setdefault(param, {})[state] = self._join(param, state, ranges)
         self._check_states(states)
-        if self.is_counted:
-            for param, of_param in states.items():
-                of_param[STEP] = state_from_number(float(min(self._slots[param])))
-        return {param: self._make_atom(param, of_param, min(self._slots[param])) for param, of_param in states.items()}
+        links: dict[int, dict[str, AtomIndex]] = {}
+        for (param, iteration), refs in self._frozen.items():
+            atom = self._make_atom(param, {WEIGHT: ShardedTensor.unsharded(*refs)})
+            links.setdefault(iteration, {})[param] = replace(atom, is_cast=True)
+        for param, of_param in states.items():
+            iteration = min(self._slots[param])
+            if self.is_counted:
+                of_param[STEP] = state_from_number(float(iteration))
+            links.setdefault(iteration, {})[param] = self._make_atom(param, of_param)
+        return links
 
     def _check_states(self, states: Mapping[str, Mapping[str, StateSource]]) -> None:
         """Raise MalformedError for other states, or other shapes, than the dense checkpoint has of a parameter."""
@@ -129,26 +135,15 @@ class WindowReader:
                     f"shapes; the window has others:\n{format_list(lines)}"
                 )
 
-    def read_first(self, first: int) -> dict[str, AtomIndex]:
-        """The weight of every parameter in the first iteration."""
-        weights = {
-            param: ShardedTensor.unsharded(*refs) for (param, step), refs in self._frozen.items() if step == first
-        }
-        for param, steps in self._slots.items():
-            if first in steps:
-                weights[param] = self._join(param, WEIGHT, self._ranges[param, WEIGHT])
-        return {param: self._make_atom(param, {WEIGHT: weight}, first) for param, weight in weights.items()}
-
-    def _make_atom(self, param: str, states: Mapping[str, StateSource], iteration: int) -> AtomIndex:
+    def _make_atom(self, param: str, states: Mapping[str, StateSource]) -> AtomIndex:
         dense = self._dense.atoms.get(param)
-        atom = self._union.build_atom(
+        return self._union.build_atom(
             param,
             kind=Kind.PARAMETER if dense is None else dense.kind,
             layout=weight.layout if isinstance(weight := states[WEIGHT], ShardedTensor) else Layout(),
             states=states,
             model_dtype=None if dense is None else dense.model_dtype or dense.states[WEIGHT].dtype,
         )
-        return replace(atom, iteration=iteration)
 
     def _join(self, param: str, state: str, ranges: Sequence[_Range]) -> ShardedTensor:
         """A state, joined from the ranges of the ranks that share it. Without ZeRO every rank has a full copy."""
