@@ -30,10 +30,11 @@ from ucp.saving.holdings import COMPUTED, AtomFacts, RankFacts, StateFacts
 from ucp.saving.part import PARTS, PartManifest, read_part
 from ucp.saving.plan import SaveItem
 from ucp.store.describe import describe
-from ucp.store.manifest import EXTRAS, MANIFEST, Manifest, Piece, StoredExtra, dump
+from ucp.store.manifest import EXTRAS, MANIFEST, Manifest, Piece, StoredExtra, dump, parse, read_text
 
 _FORMAT = "run"
 """Source of the states, in the manifest: no checkpoint, but a live run."""
+_PRODUCER = "ucp.save"
 _CAST = LostStates(
     reason="these parameters are saved as the model computes with them, because they are in a later slot of a sparse "
     "window: read the whole chain (--optimizer zero takes the weights alone)"
@@ -143,9 +144,7 @@ def begin(path: Path, *, replaced: bool = False) -> Path:
     """
     folder = growing_folder(path)
     if replaced and (path / MANIFEST).is_file():
-        _remove_unfinished(folder)
-        (path / PARTS).mkdir(exist_ok=True)
-        path.rename(folder)
+        remove_store(path)
     check_free(path)
     _remove_unfinished(folder)
     for name in ("", PARTS, "packs", EXTRAS):
@@ -168,6 +167,21 @@ def _remove_unfinished(folder: Path) -> None:
         entry = folder / name
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     shutil.rmtree(folder)
+
+
+def remove_store(path: Path) -> None:
+    """Remove a store that a save wrote; if that is interrupted, what is left is no store."""
+    folder = growing_folder(path)
+    _remove_unfinished(folder)
+    (path / PARTS).mkdir(exist_ok=True)
+    path.rename(folder)
+    _remove_unfinished(folder)
+
+
+def was_saved(path: Path) -> bool:
+    """Whether a save wrote the store at `path`."""
+    manifest = str(path / MANIFEST)
+    return os.path.isfile(manifest) and parse(read_text(manifest), manifest).source.producer == _PRODUCER
 
 
 def check_free(path: Path) -> None:
@@ -244,7 +258,7 @@ def _make_index(path: Path, run: SavedRun, parts: Sequence[PartManifest]) -> Ind
         path=str(path.absolute()),
         format=_FORMAT,
         evidence=(),
-        producer="ucp.save",
+        producer=_PRODUCER,
         topology=run.topology,
         step=run.step,
         atoms=atoms,

@@ -37,7 +37,7 @@ from ucp.live.resume.scheduler import Stateful
 from ucp.live.run.mesh import RunMesh
 from ucp.live.run.ranks import Ranks, find_ranks, run_together
 from ucp.live.run.request import parse_mesh
-from ucp.saving.chain import check_first_link, check_next, read_links
+from ucp.saving.chain import check_next, list_held, read_links
 from ucp.saving.commit import SavedRun, begin, merge_facts
 from ucp.saving.describe import describe_parts
 from ucp.saving.holdings import Holdings, collect_holdings
@@ -74,6 +74,7 @@ def save(
     extras: Mapping[str, object] | None = ...,
     like: type_path | None = ...,
     chain: bool = ...,
+    keep: int | None = ...,
     asynchronous: Literal[False] = ...,
     process_group: ProcessGroup | Ranks | None = ...,
 ) -> SaveReport: ...
@@ -94,6 +95,7 @@ def save(
     extras: Mapping[str, object] | None = ...,
     like: type_path | None = ...,
     chain: bool = ...,
+    keep: int | None = ...,
     asynchronous: Literal[True],
     process_group: ProcessGroup | Ranks | None = ...,
 ) -> SaveHandle: ...
@@ -113,6 +115,7 @@ def save(
     extras: Mapping[str, object] | None = None,
     like: type_path | None = None,
     chain: bool = False,
+    keep: int | None = None,
     asynchronous: bool = False,
     process_group: ProcessGroup | Ranks | None = None,
 ) -> SaveReport | SaveHandle:
@@ -153,6 +156,9 @@ def save(
         Whether the store becomes the newest link of the chain in the folder above `path`: its `chain.json`, which is
         made if there is none, lists the store once it is whole. A store at `path` that it does not list (of a save that
         was killed just before) is replaced.
+    keep
+        Number of restore points of the chain that stay: links that the newest `keep` of them do not need are removed
+        once the store is listed. Of sparse windows, the number of whole windows. None removes nothing.
     asynchronous
         Whether to return once this rank's share is copied to host memory: a thread writes it. The result is then a
         `SaveHandle`, whose `wait` returns the report. One save is written at a time: the next call waits for it, and
@@ -180,6 +186,7 @@ def save(
     ranks = find_ranks(process_group, _find_device(model))
     folder, mesh = run_together(ranks, lambda: (_parse_folder(path), parse_mesh(topology, ranks.rank, ranks.count)))
     live = LiveRequest(model=model, optimizer=unwrap_optimizer(optimizer), mesh=mesh, ranks=ranks, masters=masters)
+    run_together(ranks, lambda: _check_keep(keep, chain=chain))
     links = run_together(ranks, lambda: read_links(folder) if chain else None)
     model_path = run_together(ranks, lambda: None if like is None else path_parser("like", parse_path)(like))
     run = describe_parts(live, model_path, path_of(links[0].path) if links else None)
@@ -205,6 +212,7 @@ def save(
         tensors=holdings.tensors,
         extras=rank_extras,
         links=links,
+        keep=keep,
     )
     planned = tuple(sum(item.nbytes for item in share) for share in shares)
     report = SaveReport(
@@ -222,6 +230,11 @@ def save(
     return replace(report, seconds=time.perf_counter() - began)
 
 
+def _check_keep(keep: int | None, *, chain: bool) -> None:
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1 or not chain):
+        raise UsageError(f"expected keep= of 1 or more, with chain=True; got keep={keep!r}, chain={chain}")
+
+
 def _narrow(plan: Plan, run: SavedRun, folder: Path, links: tuple[Link, ...] | None, mesh: RunMesh) -> SavedRun:
     """What of the run the plan saves. Raises UsageError, UnsupportedError."""
     step = None if links is None else check_next(folder, links, run.step)
@@ -233,8 +246,8 @@ def _narrow(plan: Plan, run: SavedRun, folder: Path, links: tuple[Link, ...] | N
     if isinstance(plan, SparseWindow):
         buffers = frozenset(name for name, atom in run.atoms.items() if atom.kind is Kind.BUFFER)
         return run.narrow(*plan.divide(find_operators(shapes, buffers), step))
-    check_first_link(links, run.atoms)
-    return run.narrow(plan.find_unsaved(shapes, turn=len(links) - 1, ep=mesh.degree("ep")))
+    ep, held = mesh.degree("ep"), list_held(links, run.atoms)
+    return run.narrow(plan.find_unsaved(shapes, turn=plan.next_turn(shapes, held, ep=ep), ep=ep))
 
 
 def _check_scalars(plan: Plan, extras: Sequence[Extra]) -> None:
