@@ -65,7 +65,7 @@ RUNS = st.builds(
 @given(RUNS)
 def test_the_interval_is_the_best_and_near_the_square_root(run: Run) -> None:
     stall = run.nbytes / run.bandwidth
-    interval = best_interval(run, stall=stall)
+    interval = best_interval(run, stall=stall, fixed=run.restart)
 
     def score(interval: int) -> float:
         recovery = run.restart + interval * run.iter_time / 2

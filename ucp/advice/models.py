@@ -53,8 +53,8 @@ def ettr(*, iter_time: float, interval: float, stall: float, recovery: float, mt
     return 1 / (1 + stall / (iter_time * interval)) / (1 + recovery / mtbf)
 
 
-def best_interval(run: Run, *, stall: float, least: int = 1) -> int:
-    """The interval with the highest ETTR, `least` or more, if a failure costs half of it.
+def best_interval(run: Run, *, stall: float, fixed: float, least: int = 1) -> int:
+    """The interval with the highest ETTR, `least` or more, if a failure costs half of it and `fixed` seconds.
 
     The ratio has one maximum, near sqrt(2 x stall x MTBF) / iteration time (Young, Daly).
     """
@@ -64,11 +64,11 @@ def best_interval(run: Run, *, stall: float, least: int = 1) -> int:
             iter_time=run.iter_time,
             interval=interval,
             stall=stall,
-            recovery=run.restart + interval * run.iter_time / 2,
+            recovery=fixed + interval * run.iter_time / 2,
             mtbf=run.mtbf,
         )
 
-    guess = max(least, int(sqrt(2 * stall * (run.mtbf + run.restart)) / run.iter_time))
+    guess = max(least, int(sqrt(2 * stall * (run.mtbf + fixed)) / run.iter_time))
     while guess > least and score(guess - 1) >= score(guess):
         guess -= 1
     while score(guess + 1) > score(guess):
@@ -184,8 +184,9 @@ def _dense(
     nbytes: float | None = None,
 ) -> Estimate:
     """A way in which a failure costs half an interval, at its best interval. `load`, `lag`: seconds."""
-    interval = best_interval(run, stall=stall, least=least)
-    recovery = run.restart + load + lag + interval * run.iter_time / 2
+    fixed = run.restart + load + lag
+    interval = best_interval(run, stall=stall, fixed=fixed, least=least)
+    recovery = fixed + interval * run.iter_time / 2
     return Estimate(
         method=method,
         interval=interval,
