@@ -27,6 +27,7 @@ from ucp.api import (  # ucp.open is the name users look for
     experts,
     inspect,
     open,  # noqa: A004  # ucp.open is the name users look for
+    place,
     plan,
     verify,
 )
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from ucp.live.load import load_into
     from ucp.live.report import LoadReport
     from ucp.moe.report import ExpertsReport
+    from ucp.placement.placement import Placement
     from ucp.replay.densify import DensifyReport, densify
     from ucp.saving.job import SaveHandle
     from ucp.saving.plan import Full, PartialExperts
@@ -63,6 +65,7 @@ else:
         "Full": "ucp.saving.plan",
         "LoadReport": "ucp.live.report",
         "PartialExperts": "ucp.saving.plan",
+        "Placement": "ucp.placement.placement",
         "SaveHandle": "ucp.saving.job",
         "SaveReport": "ucp.saving.report",
         "SparseWindow": "ucp.saving.window",
@@ -99,6 +102,7 @@ __all__ = [
     "Full",
     "LoadReport",
     "PartialExperts",
+    "Placement",
     "PlanReport",
     "SaveHandle",
     "SaveReport",
@@ -115,6 +119,7 @@ __all__ = [
     "inspect",
     "load_into",
     "open",
+    "place",
     "plan",
     "replay",
     "save",

@@ -8,9 +8,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Unpack
+from typing import Literal, Unpack
 
 import ucp  # for return types, which are imported only when an annotation is evaluated
 from ucp.chain.staleness import check_staleness
@@ -47,6 +47,7 @@ __all__ = [
     "inspect",
     "is_unfinished",
     "open",
+    "place",
     "plan",
     "survey",
     "verify",
@@ -144,6 +145,57 @@ def delta(
     return write_delta(
         first, second, parse_path(out), encoding=encoding, threads=threads, observer=_check_observer(observer)
     )
+
+
+def place(
+    loads: Mapping[int, Sequence[float]] | Sequence[Sequence[float]] | ucp.ExpertsReport | type_path,
+    *,
+    nodes: int,
+    slots: int,
+    gpus: int = 1,
+    threshold: int = 2,
+    goal: Literal["survival", "balance"] = "survival",
+) -> ucp.Placement:
+    """Place the experts of every layer on GPUs: busy ones several times, so that lost nodes cost no expert.
+
+    Parameters
+    ----------
+    loads
+        Tokens of each expert: {layer: [experts]}, [layers][experts], the report of `ucp.experts`, or a file or
+        checkpoint (`ucp.placement.loads`).
+    nodes, gpus, slots
+        Nodes, GPUs of a node, and experts of a layer that fit on a GPU.
+    threshold
+        Distinct nodes that every expert is on, at least: fewer lost nodes than that lose no expert.
+    goal
+        "survival": lost nodes are least likely to cost an expert; "balance": the busiest GPU has fewest tokens. The
+        other decides between equals.
+
+    Raises
+    ------
+    UsageError
+        There are too few slots or nodes, or `loads` are of no known form.
+    SourceError
+        A file or checkpoint cannot be read.
+
+    Allocation and grouping are those of Lazarus (eq. 1, MRO), packing that of DeepSeek's EPLB.
+    """
+    from ucp.placement.loads import loads_of_report, parse_loads, read_loads
+    from ucp.placement.place import place as place_experts
+    from ucp.placement.placement import Cluster
+
+    cluster = Cluster(nodes=nodes, gpus=gpus, slots=slots)
+    notes: tuple[str, ...] = ()
+    if isinstance(loads, str | os.PathLike):
+        path = parse_path(loads)
+        is_file = path.suffix in (".json", ".jsonl", ".pt", ".pth") and not is_url(str(path)) and path.is_file()
+        loads = read_loads(path) if is_file else experts(path)
+    if isinstance(loads, Mapping | Sequence):
+        tokens = parse_loads(loads)
+    else:
+        tokens, what = loads_of_report(loads)
+        notes = (f"the loads are {what} of {loads.path}",)
+    return replace(place_experts(tokens, cluster, threshold=threshold, goal=goal), notes=notes)
 
 
 @takes_options(PlanArguments)

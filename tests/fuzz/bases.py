@@ -1,4 +1,4 @@
-"""What is damaged: every kept fixture, and stores of every kind that are written from some of them."""
+"""What is damaged: every kept fixture, stores of every kind that are written from some of them, and chains."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ucp
+from tests.fuzz.chains import RECIPES, Recipe
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
@@ -26,6 +27,12 @@ class Base:
     """Arguments of `ucp.convert` that write it from the fixture; none: it is the fixture."""
     targets: tuple[Words, ...] = ()
     """What it is converted to beside atoms; one of them at a time."""
+    recipe: Recipe | None = None
+    """Writes it, in place of a framework."""
+    seed: int = 0
+    """Of the recipe."""
+    inner: str = ""
+    """The folder in it that is opened, if not itself: a version among others, a window beside its dense checkpoint."""
 
     @property
     def is_virtual(self) -> bool:
@@ -35,11 +42,13 @@ class Base:
     @property
     def is_store(self) -> bool:
         """Whether it is an atom store."""
-        return bool(self.made) and dict(self.made).get("to", "ucp") == "ucp"
+        return self.recipe is not None or (bool(self.made) and dict(self.made).get("to", "ucp") == "ucp")
 
     @property
     def format(self) -> str:
         """Name of the folder of fixtures: checkpoints of one format can be mixed up."""
+        if self.recipe is not None:
+            return self.recipe.__name__
         return f"{self.fixture.parents[1].name} {self.fixture.name == 'universal'} {self.made}"
 
     def make(self, folder: Path, pristine: Path) -> Path:
@@ -52,9 +61,13 @@ class Base:
 
     def keep(self, folder: Path) -> Path:
         """The undamaged one, to copy and to compare with: the fixture, or what is written to `folder` once."""
+        kept = folder / self.name
+        if self.recipe is not None:
+            if not kept.exists():
+                self.recipe(kept, self.seed)
+            return kept
         if not self.made or self.is_virtual:
             return self.fixture
-        kept = folder / self.name
         if not kept.exists():
             folder.mkdir(parents=True, exist_ok=True)
             ucp.convert(self.fixture, kept, workers=1, fsync=False, **dict(self.made))  # type: ignore[arg-type]
@@ -79,6 +92,11 @@ HUGGINGFACE: tuple[Words, ...] = (
     ("--to", "dcp", "--topology", "dp=2"),
     ("--to", "huggingface"),
     ("--to", "deepspeed-universal", "--optimizer", "zero"),
+)
+CHAIN: tuple[Words, ...] = (
+    ("--to", "torch"),
+    ("--to", "dcp", "--topology", "dp=2"),
+    ("--to", "deepspeed-universal", "--step", "newest"),
 )
 WRITTEN: tuple[tuple[str, dict[str, object]], ...] = (
     ("deepspeed/z2-dp4-bf16", {"layout": "packed"}),
@@ -129,7 +147,16 @@ def _bases() -> tuple[Base, ...]:
         )
         for name, arguments in WRITTEN
     ]
-    return (*fixtures, *written)
+    windows = [
+        Base(name=f"window-{path.parent.name}", fixture=path, targets=CHAIN, inner="moevement")
+        for path in sorted((FIXTURES / "moevement").glob("*/checkpoint"))
+    ]
+    chains = [
+        Base(name=f"{recipe.__name__}-{seed}", fixture=FIXTURES, recipe=recipe, seed=seed, inner=inner, targets=CHAIN)
+        for recipe, inner in RECIPES
+        for seed in (0, 1)
+    ]
+    return (*fixtures, *written, *windows, *chains)
 
 
 BASES = _bases()

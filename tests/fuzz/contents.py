@@ -195,6 +195,22 @@ def edit_json(path: Path, rng: Random) -> str | None:
     return f"{key!r} of {old:.60}: {done}"
 
 
+def edit_window(path: Path, rng: Random) -> str | None:
+    """Write another value into the header of a sparse window; None if it is damaged already."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[5:13], "little")
+    try:
+        header = json.loads(data[13 : 13 + length])
+    except ValueError:
+        return None
+    holder, key = _place(header, rng)
+    old = json.dumps(holder[key])
+    done = _change(holder, key, rng)
+    text = json.dumps(header).encode()
+    path.write_bytes(data[:5] + len(text).to_bytes(8, "little") + text + data[13 + length :])
+    return f"{key!r} of {old:.60}: {done}"
+
+
 def _place(document: Any, rng: Random) -> tuple[Any, Any]:
     """A value at random, each part of a document as likely as the others, however long it is."""
     holder, key = document, rng.choice(sorted(document) if isinstance(document, dict) else range(len(document)))

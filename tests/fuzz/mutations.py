@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from random import Random
 
-from tests.fuzz.contents import edit_json, edit_pickle, flip, flip_text, is_summed
+from tests.fuzz.contents import edit_json, edit_pickle, edit_window, flip, flip_text, is_summed
 
 
 class Kind(StrEnum):
@@ -245,6 +245,34 @@ def _foreign(place: Place, rng: Random) -> Done | None:
     return Kind.DAMAGE, (name,), f"that of {'/'.join(other.parts[-5:])}"
 
 
+def foreign_link(place: Place, rng: Random) -> Done | None:
+    """A whole link or version of another chain, of the same name and iteration."""
+    names = [path.name for path in place.root.iterdir() if path.is_dir()] if _is_chain(place) else []
+    there = [(other / name, name) for other in place.others for name in names if (other / name).is_dir()]
+    there = [(other, name) for other, name in there if other != place.root / name]
+    if not there:
+        return None
+    other, name = rng.choice(there)
+    shutil.rmtree(place.root / name)
+    shutil.copytree(other, place.root / name)
+    return Kind.DAMAGE, (name,), f"that of {'/'.join(other.parts[-2:])}"
+
+
+def edit_chain(place: Place, rng: Random) -> Done | None:
+    """The list of links, the index of a delta, or the header of a window."""
+    names = [name for name in place.files() if Path(name).name.startswith(_LISTS)]
+    if not names:
+        return None
+    name = rng.choice(names)
+    path = place.root / name
+    done = edit_window(path, rng) if name.endswith(".pt") else edit_json(path, rng)
+    return None if done is None else (Kind.EDIT, (name,), done)
+
+
+def _is_chain(place: Place) -> bool:
+    return any(Path(name).name.startswith(_LISTS) for name in place.files())
+
+
 def _something_else(place: Place, rng: Random) -> Done | None:
     """A folder, a pipe, a link to nothing, to itself or to another file, in place of a file."""
     name = rng.choice(place.files())
@@ -340,9 +368,13 @@ WAYS: tuple[tuple[Way, int], ...] = (
     (stray, 2),
     (_swap_folders, 1),
     (_edit_tag, 1),
+    (edit_chain, 4),
+    (foreign_link, 1),
 )
 """Each with how often it is taken."""
 OUTPUT_WAYS: tuple[tuple[Way, int], ...] = ((_delete, 3), (_cut, 3), (_append, 2), (_flip_index, 1))
 """The same, of what a conversion wrote."""
-_MARKERS = ("latest", ".metadata", "__0.metadata", "config.json", "model", "ucp.json")
+_LISTS = ("chain.json", "window_rank", "model.safetensors.index.json", "ucp-delta")
+"""Beginnings of names of files that say what a chain, a window or a delta holds."""
+_MARKERS = ("chain.json", "window_rank", "latest", ".metadata", "__0.metadata", "config.json", "model", "ucp.json")
 """Beginnings of names that say what a folder holds: `latest_checkpointed_iteration.txt`, `model.safetensors`."""

@@ -198,11 +198,12 @@ class Fuzzer:
         target = rng.choice(base.targets)
         kept = self._folder / "kept"
         pristine, work = base.keep(kept), self._fresh("work")
-        path = base.make(work, pristine)
-        root = work / "source" if base.is_virtual and rng.random() < 0.6 else path
-        is_store = base.is_store and root == path
+        whole = base.make(work, pristine)
+        root = work / "source" if base.is_virtual and rng.random() < 0.6 else whole
+        is_store = base.is_store and root == whole
         others = () if base.is_store else tuple(own.keep(kept) for own in BASES if own.format == base.format)
         mutation = mutate(Place(root=root, others=others, is_store=is_store), rng)
+        path, pristine = whole / base.inner, pristine / base.inner
         return Case(base=base, pristine=pristine, path=path, mutation=mutation, target=target, rng=rng)
 
     def run(self, number: int) -> tuple[Case, Label, str]:
@@ -210,7 +211,7 @@ class Fuzzer:
         if Random(f"resume {self._seed}/{number}").random() < RESUMED:
             return self._run_resumed(number)
         case = self.change(number)
-        truth = self._truth(case.base, case.target, case.pristine)
+        truth = self._truth(case)
         found = trial(case.path, case.pristine, case.target, self._fresh("out"), case.rng, truth.atoms.written)
         return case, *judge(case.base, case.mutation, truth, found)
 
@@ -219,7 +220,7 @@ class Fuzzer:
         rng = Random(f"{self._seed}/{number}")
         while True:
             base = rng.choice(self._bases)
-            source, out = base.keep(self._folder / "kept"), self._fresh("out") / "finished"
+            source, out = base.keep(self._folder / "kept") / base.inner, self._fresh("out") / "finished"
             words = rng.choice(((), ("--layout", "packed"), rng.choice(base.targets)))
             convert = ("convert", source, out, "--no-fsync", *_ALONE, *words)
             if not command("convert", *convert).code:
@@ -232,13 +233,14 @@ class Fuzzer:
         case = Case(base=base, pristine=source, path=out, mutation=mutation, target=words, rng=rng)
         return case, *judge_resumed(resumed, verify, is_equal=tree(out) == before)
 
-    def _truth(self, base: Base, target: Words, pristine: Path) -> Trial:
-        """The verbs on the undamaged checkpoint, with that target."""
+    def _truth(self, case: Case) -> Trial:
+        """The verbs on the undamaged checkpoint, with the target of the case."""
+        base, target = case.base, case.target
         known = self._truths.get(base.name)
         if known is None or target not in known.targets:
-            path = base.make(self._fresh("whole"), pristine)
+            path = base.make(self._fresh("whole"), base.keep(self._folder / "kept")) / base.inner
             out = self._fresh("out")
-            known = known or _Known(trial(path, pristine, target, out, Random(0)))
+            known = known or _Known(trial(path, case.pristine, target, out, Random(0)))
             known.targets[target] = _to_target(path, self._fresh("out"), target)
             self._truths[base.name] = known
         return replace(known.trial, target=known.targets[target])

@@ -290,17 +290,21 @@ def _find_recast_counts(changes: Iterable[Change], index: Index) -> list[Change]
 def _find_changed_files(index: Index) -> list[str]:
     """A line for each file of a destination that is not as the conversion wrote it: files of tensors, and of metadata.
 
-    Checksums do not cover bytes that somebody appended, but a framework may refuse a file because of them.
+    Links of a chain may be destinations, too. Checksums do not cover bytes that somebody appended, but a framework may
+    refuse a file because of them.
     """
-    folder = find_destination(path_of(index.path))
-    if folder is None:
-        return []
     paths = {str(fragment.path) for _, _, state in index.states() for fragment in state.fragments if fragment.path}
-    measured = {path[len(f"{folder}/") :] for path in paths if path.startswith(f"{folder}/")}
-    try:
-        return [f"{folder}/{line}" for line in find_damage(folder, read_mark(folder), measured=measured)]
-    except DestinationError as error:
-        return [str(error)]
+    parents = sorted({path_of(path).parent for path in paths})
+    changed = []
+    for folder in dict.fromkeys(map(find_destination, (path_of(index.path), *parents))):
+        if folder is None:
+            continue
+        measured = {path[len(f"{folder}/") :] for path in paths if path.startswith(f"{folder}/")}
+        try:
+            changed += [f"{folder}/{line}" for line in find_damage(folder, read_mark(folder), measured=measured)]
+        except DestinationError as error:
+            changed.append(str(error))
+    return changed
 
 
 def _list_oddities(index: Index) -> list[str]:

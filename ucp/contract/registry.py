@@ -179,11 +179,7 @@ def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | 
         refuse_partial(path.resolve())
     formats = _formats()
     claims = [(fmt, evidence) for fmt in formats if (evidence := fmt.detect(path)) is not None]
-    strongest = [  # a claim is out if a stronger one is about `path` itself, or about what a run saved in it
-        claim
-        for claim in claims
-        if not any(other.strength > claim[1].strength and not _is_below(path, other) for _, other in claims)
-    ]
+    strongest = [claim for claim in claims if not any(_outdoes(path, other, claim[1]) for _, other in claims)]
     if len(strongest) == 1:
         ((fmt, evidence),) = strongest
         _check_only(path, fmt, evidence, formats)
@@ -202,6 +198,15 @@ def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | 
         f"expected a checkpoint of {', '.join(fmt.name for fmt in by_use)}; {path} is none of them "
         f"({_contents(path)}). {_advice(path, formats)}"
     )
+
+
+def _outdoes(path: Path, claim: Evidence, other: Evidence) -> bool:
+    """Whether a claim about `path` itself, or about what a run saved in it, is stronger than `other`.
+
+    If both are equally strong, it is if `other` is about a subfolder: chains have checkpoints in theirs.
+    """
+    is_about_path = claim.root == path and _is_below(path, other)
+    return not _is_below(path, claim) and claim.strength >= other.strength + (not is_about_path)
 
 
 def _is_below(path: Path, evidence: Evidence) -> bool:

@@ -124,10 +124,9 @@ def dump_mark(origin: Mapping[str, Any], sizes: Mapping[str, int | None], sums: 
 
 def read_mark(dst: Path) -> Mark:
     """The mark of a destination; an empty one if there is none. Raises DestinationError when it is damaged."""
-    try:
-        text = (dst / MARK).read_bytes()
-    except OSError:
+    if not (dst / MARK).is_file():
         return Mark()
+    text = (dst / MARK).read_bytes()
     with suppress(NotJson):
         mark = Mark() if has_wrong_digest(text) else decode(text, Mark)
         if mark.fingerprint and mark.files:  # every mark has both

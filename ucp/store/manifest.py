@@ -55,7 +55,7 @@ class StoredFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     header: tuple[Natural, Crc32] | None = None
     """For a safetensors file: the number of bytes before the tensors, and their CRC-32."""
     nbytes: Natural | None = None
-    """Virtual store: number of bytes; of all parts together, if the file is split."""
+    """Virtual store, `ucp.save`: number of bytes; of all parts together, if the file is split."""
     mtime_ns: Natural | None = None
     """Virtual store: modification time, in nanoseconds since 1970."""
     identity: str | None = None

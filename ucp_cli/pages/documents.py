@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ucp.conversion.convert import ConvertReport
     from ucp.conversion.plan_report import PlanReport
     from ucp.moe.report import ExpertsReport
+    from ucp.placement.migrate import Migration
+    from ucp.placement.placement import Placement
     from ucp.source.read import Survey
     from ucp.transfer.differences import Change
 
@@ -65,6 +67,36 @@ def experts_document(report: ExpertsReport) -> dict[str, object]:
         for layer in report.layers
     ]
     return {"schema": "ucp.experts/1", **asdict(report), "layers": layers}
+
+
+def placement_document(placement: Placement, migration: Migration | None) -> dict[str, object]:
+    """What `ucp place` chose, and what moves."""
+    layers = {
+        str(layer): {
+            "experts": list(experts),
+            "balance": placement.balance(layer),
+            "survival": placement.survival(layer),
+        }
+        for layer, experts in placement.layers.items()
+    }
+    document: dict[str, object] = {
+        "schema": "ucp.place/1",
+        "cluster": asdict(placement.cluster),
+        "threshold": placement.threshold,
+        "survival": placement.survival(),
+        "layers": layers,
+        "notes": list(placement.notes),
+    }
+    if migration is None:
+        return document
+    moved = {
+        "nodes": migration.nodes,
+        "transfers": [asdict(transfer) for transfer in migration.transfers],
+        "nbytes": migration.nbytes if migration.nbytes_per_expert else None,
+        "bottleneck": migration.bottleneck,
+        "seconds": migration.seconds,
+    }
+    return {**document, "migration": moved}
 
 
 def survey_document(survey: Survey, problem: str) -> dict[str, object]:

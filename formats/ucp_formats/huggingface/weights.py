@@ -20,7 +20,7 @@ from ucp.contract.output_names import shorter
 from ucp.contract.ranks import Problems
 from ucp.core.index import StateIndex
 from ucp.core.region import Box
-from ucp.core.tensor import Record, TensorRef
+from ucp.core.tensor import DType, Record, TensorRef
 from ucp.core.union import state_of_boxes
 from ucp.errors import (
     CorruptError,
@@ -136,6 +136,8 @@ def _try_read(path: str, problems: Problems) -> _WeightsFile | None:
         if path.endswith(BIN):
             return _read_bin(path)
         header = read_header(path)
+        if header.tensors and all(_is_patch(ref, header.metadata.get(name)) for name, ref in header.tensors.items()):
+            problems.wrong.append(f"{path}: expected tensors; these are patches of a delta, whose index is missing")
         return _WeightsFile(header.tensors, header.metadata)
     except MissingFileError as error:
         problems.missing.append(str(error))
@@ -144,6 +146,11 @@ def _try_read(path: str, problems: Problems) -> _WeightsFile | None:
     except (SourceError, CorruptError) as error:
         problems.wrong.append(str(error))
     return None
+
+
+def _is_patch(ref: TensorRef, checksum: str | None) -> bool:
+    """Whether a tensor is a compressed patch: bytes, with the checksum of the tensor that it changes."""
+    return checksum is not None and ref.dtype is DType.UINT8 and len(ref.shape) == 1
 
 
 def _read_bin(path: str) -> _WeightsFile:

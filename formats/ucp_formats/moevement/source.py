@@ -4,9 +4,10 @@
    folder above says which modules these are.
 2. Each rank has one range of every flattened master (ZeRO-1). The ranges of the ranks that share a partition follow one
    another.
-3. Take every parameter from its *slot*, the iteration in which it is active, because only there its master and moments
-   are saved. So parameters are of different iterations (`AtomIndex.iteration`). Step counts are not saved. If no step
-   can have been skipped (no dynamic loss scale), the step count of a parameter is its iteration.
+3. An iteration of the window is a link of a chain (`ucp.chain.window`), and the window is read like one: every
+   parameter from its *slot*, the iteration in which it is active, because only there its master and moments are saved.
+   So parameters are of different iterations (`AtomIndex.iteration`). Step counts are not saved. If no step can have
+   been skipped (no dynamic loss scale), the step count of a parameter is its iteration.
 
    With `--at` the first iteration of the window, the result is the weights of that iteration: masters of the operators
    that were active then, the others in the dtype of the model. A window holds nothing else of a single iteration.
@@ -26,10 +27,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ucp.chain.merge import LinkIndex, merge
 from ucp.contract.locating import Evidence
 from ucp.contract.protocols import Format, SourceOptions
 from ucp.contract.registry import recognise
-from ucp.core.index import AtomIndex, Index
+from ucp.core.index import STEP, WEIGHT, AtomIndex, Index, ParamGroup
 from ucp.errors import (
     MalformedError,
     MissingFileError,
@@ -78,48 +80,81 @@ class MoEvementFormat(Format):
         return MoEvementFormat(options)
 
     def read(self, path: Path) -> Index:
-        """Index of the window. Raises SourceError."""
+        """Index of the window. Raises SourceError, UsageError."""
+        links = self._read(path)
+        first, last = links[0], links[-1].index
+        at = self.options.at
+        if at is None:
+            is_counted = all(
+                STEP in atom.states for link in links for atom in link.index.atoms.values() if not atom.is_cast
+            )
+            index = replace(merge(links, path=last.path, evidence=last.evidence), format=self.name)
+            return replace(index, notes=(*last.notes, *_describe_mixed(first.iteration, index, is_counted=is_counted)))
+        if at != first.iteration:
+            raise UsageError(
+                f"expected --at {first.iteration}, the first iteration of the window {last.path}, or no --at; got "
+                f"{at}. A window holds all weights of its first iteration, and some parameters of each one to "
+                f"{last.step}"
+            )
+        atoms = {name: replace(atom, states={WEIGHT: atom.states[WEIGHT]}) for name, atom in first.index.atoms.items()}
+        return replace(first.index, atoms=atoms, notes=(*first.index.notes, _NOTE_OF_FIRST.format(at)))
+
+    def read_links(self, path: Path) -> tuple[LinkIndex, ...]:
+        """What the window holds of each iteration up to that in the options, without the learning rate: see groups.
+
+        Groups are those of the step at which the window was saved, so their learning rate is of another iteration.
+        """
+        return tuple(
+            LinkIndex(link.iteration, replace(link.index, groups=tuple(map(_without_lr, link.index.groups))))
+            for link in self._read(path)
+            if self.options.at is None or link.iteration <= self.options.at
+        )
+
+    def _read(self, path: Path) -> tuple[LinkIndex, ...]:
+        """What the window holds of each iteration. Raises SourceError."""
         root = path if path.is_dir() else path.parent
         windows = _read_ranks(root)
         first, last = _check_iterations(windows)
         unchecked = (*_check_boundary(windows), _PROVED)
-        at = self.options.at
-        if at not in (None, first):
-            raise UsageError(
-                f"expected --at {first}, the first iteration of the window {root}, or no --at; got {at}. A window "
-                f"holds all weights of its first iteration, and some parameters of each one from {first} to {last}"
-            )
         dense = _read_dense(root)
-        names = OperatorNames.of(dense, windows)
-        reader = WindowReader(windows, names, dense)
+        reader = WindowReader(windows, OperatorNames.of(dense, windows), dense)
         of_peers = list(reader.check_peers())
         if of_peers:
             raise MalformedError(
                 f"expected ranges of every rank itself in {root}; compared with the dense checkpoint beside it, these "
                 f"are of a data-parallel peer:\n{format_list(of_peers)}\nMoEvement copied the peer's bytes into "
-                "buffers that were still to be saved. Convert the dense checkpoint"
+                "buffers that were still to be saved, or files were exchanged. Convert the dense checkpoint"
             )
-        atoms = reader.read_first(first) if at is not None else reader.read_slots()
-        _check_complete(dense, atoms, root)
+        atoms = reader.read_links()
+        _check_complete(dense, atoms, root, first)
         for window in windows:
             check_adjacent(window)
-        return replace(
+        common = replace(
             dense,
             path=to_absolute(root),
             format=self.name,
             evidence=(f"window_rank*.pt of {format_count(len(windows), 'rank')}", f"iterations {first} to {last}"),
-            step=first if at is not None else last,
-            atoms={name: atoms[name] for name in dense.atoms if name in atoms},
-            extras=tuple(reader.list_extras(first if at is not None else last)),
             files=tuple(source_file(window.path, f"sparse window of rank {window.rank}") for window in windows),
             records=(),
-            notes=(*unchecked, *_describe(first, last, is_first=at is not None, is_counted=reader.is_counted)),
+            notes=unchecked,
+            unchecked=unchecked,
             dropped=(),
             lost={},
             doubts=(),
             keys=None,
-            unchecked=unchecked,
         )
+
+        def make_link(iteration: int) -> LinkIndex:
+            of_link = atoms.get(iteration, {})
+            ordered = {name: of_link[name] for name in dense.atoms if name in of_link}
+            extras = tuple(reader.list_extras(iteration))
+            return LinkIndex(iteration, replace(common, step=iteration, atoms=ordered, extras=extras))
+
+        return tuple(map(make_link, range(first, last + 1)))
+
+
+def _without_lr(group: ParamGroup) -> ParamGroup:
+    return replace(group, hyper={key: value for key, value in group.hyper.items() if key != "lr"})
 
 
 def _read_ranks(root: Path) -> list[RankWindow]:
@@ -178,32 +213,34 @@ def _read_dense(root: Path) -> Index:
         ) from error
 
 
-def _check_complete(dense: Index, atoms: Mapping[str, AtomIndex], root: Path) -> None:
+def _check_complete(dense: Index, links: Mapping[int, Mapping[str, AtomIndex]], root: Path, first: int) -> None:
     """Raise MalformedError if the window lacks a parameter of the dense checkpoint, or has it in another shape."""
+    full = {name: atom for atoms in links.values() for name, atom in atoms.items() if not atom.is_cast}
     wrong = [
         f"{name}: {'missing' if name not in atoms else list(atoms[name].global_shape)}, expected "
         f"{list(atom.global_shape)}"
+        for atoms in (full, links.get(first, {}))
         for name, atom in dense.atoms.items()
         if name not in atoms or atoms[name].global_shape != atom.global_shape
     ]
-    wrong += [f"{name}: unknown to the dense checkpoint" for name in atoms if name not in dense.atoms]
+    wrong += [f"{name}: unknown to the dense checkpoint" for name in full if name not in dense.atoms]
     if wrong:
         raise MalformedError(
-            f"expected every parameter of {dense.path} in the window {root}; got\n{format_list(wrong)}"
+            f"expected every parameter of {dense.path} in the window {root}; got\n{format_list(dict.fromkeys(wrong))}"
         )
 
 
-def _describe(first: int, last: int, *, is_first: bool, is_counted: bool) -> Iterator[str]:
-    if is_first:
-        yield (
-            f"weights of iteration {first}: float32 masters of the operators that were active then, the others in the "
-            "dtype in which the model computes (--dtype weight=... casts all to one dtype). A window does not hold the "
-            "optimizer states of one iteration"
-        )
-        return
+_NOTE_OF_FIRST = (
+    "weights of iteration {}: float32 masters of the operators that were active then, the others in the dtype in which "
+    "the model computes (--dtype weight=... casts all to one dtype). A window does not hold the optimizer states of "
+    "one iteration"
+)
+
+
+def _describe_mixed(first: int, index: Index, *, is_counted: bool) -> Iterator[str]:
     yield (
-        f"parameters are of iterations {first} to {last}: each is from the iteration in which it was active. A state "
-        "of a single iteration requires a replay of these iterations"
+        f"parameters are of iterations {first} to {index.step}: each is from the iteration in which it was active. A "
+        "state of a single iteration requires a replay of these iterations (ucp.densify)"
     )
     if is_counted:
         yield "step counts are taken from the iterations, because a run without a dynamic loss scale skips no step"

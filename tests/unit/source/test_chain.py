@@ -124,6 +124,21 @@ def test_a_chain_is_not_a_link(rotating: Path) -> None:
         ucp.open(rotating)
 
 
+@pytest.mark.parametrize("options", [{"to": "dcp", "topology": "dp=1"}, {"to": "torch"}])
+def test_links_of_other_formats_are_read_in_the_folder_of_the_chain(rotating: Path, options: dict[str, str]) -> None:
+    """It is one of them, and it is not taken for the only checkpoint in that folder."""
+    ucp.convert(rotating / "10", rotating / "other", **options)
+    shutil.rmtree(rotating / "10")
+    (rotating / "chain.json").unlink()
+    ucp.add_to_chain(rotating, [rotating / name for name in ("other", "20", "30")])
+    assert ucp.open(rotating).read(expert(2))[0, 0].item() == 10
+    assert ucp.verify(rotating).ok
+    file = max((rotating / "other").iterdir(), key=lambda path: path.stat().st_size)
+    with file.open("ab") as longer:
+        longer.write(b"x")
+    assert any(file.name in problem for problem in ucp.verify(rotating).problems)
+
+
 def test_links_that_are_added_at_once(tmp_path: Path) -> None:
     """Jobs that each list what they saved: none of the links is lost."""
     links = [save(tmp_path / str(step), make_tensors([ROUTER], step), step) for step in range(1, 9)]

@@ -235,6 +235,7 @@ def match_states(
     # without those of optimizers that keep no states, such as SGD without momentum
     stateful = [param for param in filled if param.keeps is None or param.keeps.keys() - {WEIGHT}]
     has_states = any(item.state != WEIGHT for item in items)
+    has_states |= any(atom.is_cast for atom in index.atoms.values())  # a replay brings the others
     if not has_optimizer and filled:
         findings.problems.append(
             "the checkpoint holds weights only, and no optimizer states: leave optimizer= out, or pass strict=False to "

@@ -18,6 +18,7 @@ from tests.unit.live.threads import run as run_threads
 from ucp.core.index import Kind
 from ucp.errors import (
     DestinationError,
+    MalformedError,
     MissingFileError,
     ReplicaError,
     UcpError,
@@ -153,6 +154,14 @@ def test_a_save_that_fails_leaves_no_store(tmp_path: Path, monkeypatch: pytest.M
         ucp.open(growing_folder(tmp_path / "run"))
     ucp.save(nn.Linear(2, 2), None, None, tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_bytes_after_the_end_of_a_pack_are_refused(tmp_path: Path) -> None:
+    ucp.save(nn.Linear(2, 2), None, None, tmp_path / "run")
+    with (tmp_path / "run/packs/00000.safetensors").open("ab") as pack:
+        pack.write(b"x")
+    with pytest.raises(MalformedError):
+        ucp.open(tmp_path / "run")
 
 
 def test_a_part_that_is_not_there_is_named(tmp_path: Path) -> None:

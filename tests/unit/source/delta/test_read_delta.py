@@ -262,6 +262,14 @@ class TestRefused:
         (stack / "weight_v000000").symlink_to(stack.parent / "first")
         assert len(ucp.open(stack).atoms) == 4
 
+    @pytest.mark.parametrize("is_lost", [True, False])
+    def test_patches_are_no_model(self, stack: Path, is_lost: bool) -> None:
+        index = stack / "weight_v000003" / INDEX
+        kept = {"weight_map": json.loads(index.read_text())["weight_map"]}
+        index.unlink() if is_lost else index.write_text(json.dumps(kept))
+        with pytest.raises(MalformedError, match="weight_v000003"):
+            ucp.inspect(index.parent)
+
     def test_a_circle(self, stack: Path) -> None:
         edit_index(stack / "weight_v000001", base_version="000003")
         with pytest.raises(MalformedError, match="circle: 4 <- 3 <- 2 <- 1 <- 3"):

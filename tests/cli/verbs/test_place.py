@@ -1,0 +1,51 @@
+"""`ucp place`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+
+FIXTURES = Path(__file__).parents[3] / "fixtures"
+CLUSTER = ("--gpus", "2", "--slots", "4")
+
+
+@pytest.fixture
+def loads(tmp_path: Path) -> Path:
+    path = tmp_path / "loads.json"
+    path.write_text(json.dumps({3: [9, 1, 1, 1, 4, 2], 4: [1, 1, 1, 1, 1, 1]}))
+    return path
+
+
+def test_a_placement_is_written_and_its_migration_told(ucp: Run, tmp_path: Path, loads: Path) -> None:
+    out = tmp_path / "placement.json"
+    page = ucp("place", "--loads", loads, "--nodes", 3, *CLUSTER, "--out", out, "--form", "ascend").stdout
+    assert "3 nodes, each with 2 GPUs of 4 slots" in page
+    common = ("--nodes", 2, *CLUSTER, "--from", out, "--form", "ascend", "--lost", "1", "--json")
+    document = json.loads(ucp("place", "--loads", loads, *common).stdout)
+    assert document["schema"] == "ucp.place/1"
+    assert document["migration"]["nodes"] == [0, 2]
+    assert all(transfer["source"] in (0, 2, None) for transfer in document["migration"]["transfers"])
+
+
+def test_the_checkpoint_tells_loads_and_bytes(ucp: Run, tmp_path: Path) -> None:
+    checkpoint = FIXTURES / "megatron" / "mixtral-pp2-ep2-dp2-dp" / "checkpoint"
+    out = tmp_path / "placement"
+    page = ucp("place", "--loads", checkpoint, "--nodes", 3, "--slots", 4, "--out", out, "--form", "vllm").stdout
+    assert "squared gradients" in page
+    command = ("--nodes", 2, "--slots", 4, "--from", out, "--form", "vllm", "--lost", 0, "--checkpoint", checkpoint)
+    page = ucp("place", "--loads", checkpoint, *command, "--bandwidth", "1MB").stdout
+    assert "busiest node" in page
+    assert "time" in page
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--out", "x"), ("--lost", "1"), ("--threshold", "4"), ("--plot", "x.txt"), ("--lost", "a"), ("--slots", "0")],
+)
+def test_mistakes_write_nothing(options: tuple[str, ...], ucp: Run, tmp_path: Path, loads: Path) -> None:
+    ucp("place", "--loads", loads, "--nodes", 3, *CLUSTER, *options, code=2)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["loads.json"]

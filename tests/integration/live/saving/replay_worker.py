@@ -1,0 +1,287 @@
+"""One rank of `test_replay.py`: a mixture of experts, expert- and pipeline-parallel, that saves sparse windows.
+
+torchrun --nproc-per-node N replay_worker.py train|recover PP OUT
+
+`train` writes down what the run holds after each iteration, and is killed. `recover` replays the newest window in new
+processes, and goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ucp
+from ucp.errors import MissingStateError
+
+EP, EXPERTS, WIDTH, WORDS, TOKENS, MICRO, CLIP = 2, 4, 16, 13, 6, 2, 0.1
+KILLED, LAST = 9, 11
+"""Iteration after which the run is killed; the last one that it would have done."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+BUDGET = {"float32": 0.55, "bfloat16": 0.4}
+"""Bytes of a save, as a share of a full one."""
+
+
+class Exchange(torch.autograd.Function):
+    """All-to-all of equal parts, forwards and backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        out = torch.empty_like(tensor)
+        dist.all_to_all_single(out, tensor.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return Exchange.apply(gradient, ctx.group), None
+
+
+class Layer(nn.Module):
+    """Dropout, a router, and this rank's experts, numbered from 0."""
+
+    def __init__(self, group: dist.ProcessGroup, seeds: int) -> None:
+        super().__init__()
+        self.group = group
+        torch.manual_seed(seeds)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.moe = nn.Module()
+        self.moe.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.moe.router.register_buffer("expert_bias", torch.zeros(EXPERTS))
+        experts = [nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS)]
+        first = dist.get_rank(group) * EXPERTS // EP
+        self.moe.experts = nn.ModuleList(experts[first : first + EXPERTS // EP])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.dropout(self.norm(x), 0.1)
+        scores = self.moe.router(hidden).softmax(-1)
+        chosen = (scores.float() + self.moe.router.expert_bias).argmax(-1)
+        sent = Exchange.apply(torch.cat([hidden] * EP), self.group)  # every rank sees all tokens
+        chosen_of_sent = Exchange.apply(torch.cat([chosen] * EP), self.group)
+        out = torch.zeros_like(sent)
+        for number, expert in enumerate(self.moe.experts, dist.get_rank(self.group) * EXPERTS // EP):
+            rows = (chosen_of_sent == number).nonzero()[:, 0]
+            out = out.index_add(0, rows, expert(sent[rows]))
+        returned = Exchange.apply(out, self.group).view(EP, *hidden.shape).sum(0)
+        counts = torch.bincount(chosen, minlength=EXPERTS).float()
+        dist.all_reduce(counts, group=self.group)
+        self.moe.router.expert_bias += 0.01 * torch.sign(counts.mean() - counts)
+        return x + returned * scores.gather(1, chosen[:, None])
+
+
+class Run:
+    """This rank's part of the run."""
+
+    def __init__(self, pp: int, dtype: torch.dtype, seed: int) -> None:
+        self.pp, self.rank = pp, dist.get_rank()
+        self.stage = self.rank // EP
+        groups = [dist.new_group(list(range(stage * EP, stage * EP + EP))) for stage in range(pp)]
+        self.group = groups[self.stage]
+        self.model = nn.ModuleDict()
+        torch.manual_seed(seed)
+        if self.stage == 0:
+            self.model["emb"] = nn.Embedding(WORDS, WIDTH)
+        number = 2 // pp
+        layers = [Layer(self.group, seed + self.stage * number + layer) for layer in range(number)]
+        self.model["layers"] = nn.ModuleList(layers)
+        torch.manual_seed(seed + 7)
+        if self.stage == pp - 1:
+            self.model["head"] = nn.Linear(WIDTH, WORDS)
+        torch.manual_seed(seed + 100 + self.rank)  # dropout differs between ranks
+        for param in self.model.parameters():
+            param.data = param.data.to(dtype)
+        self.params = dict(self.model.named_parameters())
+        self.masters = None
+        if dtype is not torch.float32:
+            self.masters = {name: param.detach().float() for name, param in self.params.items()}
+        self.optimizer = torch.optim.AdamW([*(self.masters or self.params).values()], lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=3, gamma=0.5)
+        self.topology = f"dp={EP},ep={EP},pp={pp}"
+
+    def backward(self, iteration: int) -> None:
+        """Forward and backward of all micro-batches, through the pipeline; gradients are averaged over the ranks."""
+        for micro in range(MICRO):
+            seed = 1000 * iteration + 10 * micro + self.rank % EP
+            tokens = torch.randint(WORDS, (TOKENS,), generator=torch.Generator().manual_seed(seed))
+            dtype = self.params["layers.0.norm.weight"].dtype
+            received = torch.empty(TOKENS, WIDTH, dtype=dtype)
+            if self.stage:
+                dist.recv(received, self.rank - EP)
+                received.requires_grad_()
+            hidden = received if self.stage else self.model["emb"](tokens)
+            for layer in self.model["layers"]:
+                hidden = layer(hidden)
+            if self.stage == self.pp - 1:
+                loss = nn.functional.cross_entropy(self.model["head"](hidden).float(), tokens.roll(1))
+                (loss / MICRO).backward()
+            else:
+                dist.send(hidden.detach(), self.rank + EP)
+                gradient = torch.empty_like(hidden)
+                dist.recv(gradient, self.rank + EP)
+                hidden.backward(gradient)
+            if self.stage:
+                dist.send(received.grad, self.rank - EP)
+        for name, param in self.params.items():
+            if param.grad is not None:
+                param.grad /= EP
+                if "experts" not in name:
+                    dist.all_reduce(param.grad, group=self.group)
+
+    def update(self, norm: torch.Tensor | None = None) -> torch.Tensor:
+        """The rest of the step. Returns the norm over all ranks, or `norm`."""
+        stepped = self.masters or self.params
+        for name, master in (self.masters or {}).items():
+            gradient = self.params[name].grad
+            master.grad = None if gradient is None else gradient.float()
+        if norm is None:
+            squares = torch.zeros(2)
+            for name, param in stepped.items():
+                squares[int("experts" in name)] += param.grad.float().square().sum()
+            dist.all_reduce(squares[1:], group=self.group)  # experts are of one rank each, the rest of all
+            if self.pp > 1:
+                both = [torch.zeros(2) for _ in range(dist.get_world_size())]
+                dist.all_gather(both, squares)
+                squares = sum(both[::EP])
+            norm = squares.sum().sqrt()
+        ucp.replay.clip(stepped.values(), CLIP, norm)
+        self.optimizer.step()
+        self.scheduler.step()
+        for name, master in (self.masters or {}).items():
+            self.params[name].data.copy_(master)
+        self.model.zero_grad()
+        return norm
+
+    def replay(self, iteration: int, active: frozenset[str], scalars: Mapping[str, Any]) -> None:
+        weights = {name: param.detach().clone() for name, param in self.params.items()}
+        with ucp.replay.frozen(self.model, active):
+            self.backward(iteration)
+        self.update(scalars["clip_norm"])
+        assert all(torch.equal(param, weights[name]) for name, param in self.params.items() if name not in active)
+
+    def save(self, folder: Path, step: int, plan: Any, norm: torch.Tensor) -> ucp.SaveHandle:
+        return ucp.save(
+            self.model,
+            self.optimizer,
+            self.topology,
+            folder / f"step{step}",
+            plan=plan,
+            masters=self.masters,
+            scheduler=self.scheduler,
+            step=step,
+            chain=True,
+            asynchronous=True,
+            extras={"clip_norm": norm},
+        )
+
+    def states(self) -> dict[str, torch.Tensor]:
+        """All that this rank holds, cloned."""
+        states = dict(self.model.state_dict())
+        names = {id(param): name for name, param in (self.masters or self.params).items()}
+        for param, values in self.optimizer.state.items():
+            states |= {f"{names[id(param)]}|{state}": value for state, value in values.items()}
+            states[f"{names[id(param)]}|master"] = param.detach()
+        states["generator"] = torch.get_rng_state()
+        states["lr"] = torch.tensor(self.scheduler.get_last_lr())
+        return {name: value.clone() for name, value in states.items()}
+
+
+def train(pp: int, out: Path) -> None:
+    """Train and save; the last run is killed while it saves."""
+    for name, dtype in DTYPES.items():
+        folder, run, truth = out / f"chain-{name}", Run(pp, dtype, 0), {}
+        plan: Any = ucp.Full()
+        for step in range(1, LAST + 1):
+            run.backward(step)
+            norm = run.update()
+            truth[step] = run.states()
+            if step <= KILLED:
+                handle = run.save(folder, step, plan, norm)
+            if step == 1:
+                handle.wait()
+                nbytes = ucp.inspect(folder / "step1").nbytes
+                popularity = {f"layers.{layer}.moe": [3, 1, 2, 4] for layer in range(2)}
+                plan = ucp.SparseWindow.fit(
+                    folder / "step1", bandwidth=BUDGET[name] * nbytes, seconds=1.0, first=2, popularity=popularity
+                )
+                assert len(plan.slots) > 2
+        torch.save(truth, out / f"truth-{name}-{run.rank}.pt")
+        if name != list(DTYPES)[-1]:
+            handle.wait()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def list_differing(run: Run, truth: Mapping[str, torch.Tensor]) -> list[str]:
+    states = run.states()
+    return [name for name in {**states, **truth} if not torch.equal(states[name], truth[name])]
+
+
+def recover(pp: int, out: Path) -> Iterator[dict[str, Any]]:
+    """Replay the newest window of each chain, and go on."""
+    for name, dtype in DTYPES.items():
+        folder, run = out / f"chain-{name}", Run(pp, dtype, 50)
+        truth = torch.load(out / f"truth-{name}-{run.rank}.pt")
+        arguments = (run.model, run.optimizer, run.topology)
+        options = {"masters": run.masters, "scheduler": run.scheduler}
+        wrong = {step: {"clip_norm": torch.tensor(0.3)} for step in range(1, LAST)}
+        report = ucp.densify(folder, run.replay, *arguments, scalars=wrong, **options)
+        with_wrong_norm = list_differing(run, truth[report.iteration])
+        report = ucp.densify(folder, run.replay, *arguments, **options)
+        differing = list_differing(run, truth[report.iteration])
+        for step in range(report.iteration + 1, LAST + 1):
+            run.backward(step)
+            run.update()
+        yield {
+            "iteration": report.iteration,
+            "trained": report.active,
+            "differing": differing,
+            "with wrong norm": len(with_wrong_norm),
+            "at the end": list_differing(run, truth[LAST]),
+            "refused": refuse_without_norm(run, out / f"bare-{name}", folder, options),
+        }
+
+
+def refuse_without_norm(run: Run, bare: Path, folder: Path, options: dict[str, Any]) -> str:
+    """What is said of a copy of the chain whose links lack the norm; nothing is loaded."""
+    if run.rank == 0:
+        shutil.copytree(folder, bare)
+        for path in bare.glob("step*/ucp.json"):
+            manifest = json.loads(path.read_text())
+            manifest["extras"] = [extra for extra in manifest["extras"] if extra["name"] != "clip_norm"]
+            del manifest["xxh3"]
+            path.write_text(json.dumps(manifest))
+    dist.barrier()
+    before = run.states()
+    try:
+        ucp.densify(bare, run.replay, run.model, run.optimizer, run.topology, **options)
+    except MissingStateError as error:
+        assert list_differing(run, before) == []
+        return str(error)
+    return ""
+
+
+def main() -> None:
+    mode, pp, out = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    if mode == "train":
+        train(pp, out)
+    results = list(recover(pp, out))
+    (out / f"recover-{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,121 @@
+"""`ucp place`: which GPU holds which experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from ucp import api
+from ucp.errors import UsageError
+from ucp.moe.plot import check_plot
+from ucp.placement.forms import FORMS, read_placement, write_placement
+from ucp.placement.migrate import measure_experts, plan_migration
+from ucp.placement.plot import plot_placement
+from ucp_cli.options import PATH, as_json, example, parse_memory_option
+from ucp_cli.pages.documents import placement_document
+from ucp_cli.pages.render import write, write_json
+
+_COUNT = click.IntRange(min=1)
+
+
+def parse_nodes(text: str) -> tuple[int, ...]:
+    """Numbers of nodes, as in 2,5. Raises BadParameter."""
+    numbers = [number.strip() for number in text.split(",")]
+    if not all(number.isascii() and number.isdigit() for number in numbers):
+        raise click.BadParameter(f"expected numbers of nodes such as 2,5; got {text!r}")
+    return tuple(map(int, numbers))
+
+
+@click.command(
+    "place",
+    epilog=example(
+        "ucp place --loads expert_distribution_recorder_1700000000.pt --nodes 4 --gpus 8 --slots 10",
+        "ucp place --loads loads.json --nodes 4 --gpus 8 --slots 10 --out placement.json --form sglang",
+        "ucp place --loads loads.json --nodes 3 --gpus 8 --slots 14 --from placement.json --form sglang --lost 2",
+    ),
+)
+@click.option(
+    "--loads", type=PATH, metavar="FILE", required=True, help="Tokens of each expert: a file, or a checkpoint."
+)
+@click.option("--nodes", type=_COUNT, metavar="N", required=True, help="Nodes.")
+@click.option("--gpus", type=_COUNT, metavar="G", default=1, show_default=True, help="GPUs of a node.")
+@click.option("--slots", type=_COUNT, metavar="C", required=True, help="Experts of a layer that fit on a GPU.")
+@click.option(
+    "--threshold",
+    type=_COUNT,
+    metavar="F",
+    default=2,
+    show_default=True,
+    help="Distinct nodes that every expert is on, at least.",
+)
+@click.option(
+    "--goal",
+    type=click.Choice(["survival", "balance"]),
+    default="survival",
+    show_default=True,
+    help="What is wanted most; the other decides between equals.",
+)
+@click.option("--form", type=click.Choice(list(FORMS)), metavar="FORM", help=f"Form of the files: {', '.join(FORMS)}.")
+@click.option("--out", type=PATH, metavar="FILE", help="Also write the placement to FILE, in the form of --form.")
+@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Also draw it: experts by nodes (.svg).")
+@click.option("--from", "previous", type=PATH, metavar="FILE", help="The placement until now: show what must move.")
+@click.option("--lost", type=parse_nodes, metavar="N,N", help="With --from: nodes of it that are lost.")
+@click.option("--from-nodes", type=_COUNT, metavar="N", help="With --from: its nodes.  [default: --nodes plus --lost]")
+@click.option(
+    "--checkpoint", type=PATH, metavar="PATH", help="With --from: a checkpoint that tells the bytes of experts."
+)
+@click.option(
+    "--bandwidth", type=parse_memory_option, metavar="N", help="With --from: bytes a second of a node, such as 25GB."
+)
+@as_json
+def command(
+    *,
+    loads: Path,
+    nodes: int,
+    gpus: int,
+    slots: int,
+    threshold: int,
+    goal: Literal["survival", "balance"],
+    form: str | None,
+    out: Path | None,
+    plot: Path | None,
+    previous: Path | None,
+    lost: tuple[int, ...] | None,
+    from_nodes: int | None,
+    checkpoint: Path | None,
+    bandwidth: int | None,
+    as_json: bool,
+) -> None:
+    """Place experts on GPUs by load, so that lost nodes cost none.
+
+    Experts with many tokens get several slots. Every expert is on --threshold distinct nodes, and of the placements
+    that are tried, the one is taken that loses an expert least often when nodes are lost (--goal survival), or whose
+    busiest GPU has fewest tokens (--goal balance).
+
+    FILE of --loads is of SGLang's recorder (.pt), an EPLB log (.jsonl), JSON ([layers][experts], {layer: [experts]}),
+    or a checkpoint. With --from, the page also says which experts move, from which node to which.
+    """
+    if (out is not None or previous is not None) and form is None:
+        raise UsageError(f"expected --form with --out and --from; one of {', '.join(FORMS)}")
+    if previous is None and (lost or from_nodes or checkpoint or bandwidth):
+        raise UsageError("--lost, --from-nodes, --checkpoint and --bandwidth are only used with --from")
+    if plot is not None:
+        check_plot(plot)
+    placement, migration = api.place(loads, nodes=nodes, gpus=gpus, slots=slots, threshold=threshold, goal=goal), None
+    if previous is not None and form is not None:
+        before = read_placement(previous, form, nodes=from_nodes or nodes + len(set(lost or ())), gpus=gpus)
+        sizes = None if checkpoint is None else measure_experts(api.inspect(checkpoint))
+        migration = plan_migration(before, placement, lost=lost or (), nbytes_per_expert=sizes, bandwidth=bandwidth)
+        placement = migration.placement
+    if out is not None and form is not None:
+        write_placement(placement, out, form)
+    if plot is not None:
+        plot_placement(placement, plot)
+    if as_json:
+        write_json(placement_document(placement, migration))
+        return
+    write(*placement.page())
+    if migration is not None:
+        write(*migration.page())
