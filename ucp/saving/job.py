@@ -177,10 +177,16 @@ _PENDING = threading.local()
 
 
 def start(job: SaveJob, ranks: Ranks, report: SaveReport) -> SaveHandle:
-    """Copy everything that the program may change, and write it in the background."""
-    handle = SaveHandle(run_together(ranks, job.snapshot), ranks, report)
+    """Write `job`, a snapshot, in the background."""
+    handle = SaveHandle(job, ranks, report)
     _PENDING.handle = handle
     return handle
+
+
+def find_running(ranks: Ranks) -> SaveHandle | None:
+    """The last background save of this thread, if a rank still writes it. Collective."""
+    handle: SaveHandle | None = getattr(_PENDING, "handle", None)
+    return handle if any(ranks.share(handle is not None and not handle.is_written)) else None
 
 
 def wait_for_pending() -> None:
