@@ -71,7 +71,7 @@ def _write_weights(root: Path) -> None:
     names = list(_names(2))
     for number in range(0, len(names), 64):
         tensors = {name: torch.randn(SHAPE).to(torch.bfloat16) for name in names[number : number + 64]}
-        save_file(tensors, root / f"model-{number // 64}.safetensors")
+        save_file(tensors, root / f"model-{number // 64 + 1:05d}-of-{-(-len(names) // 64):05d}.safetensors")
 
 
 def _read(root: Path) -> int:
