@@ -73,16 +73,20 @@ class Comparison:
         file = self._files.get(id(gatherer))
         if file is None:
             file = self._files[id(gatherer)] = self.spools.enter_context(TemporaryFile(dir=self.folder))  # noqa: SIM115  # closed by the stack
-        sums, crc = (xxhash.xxh3_128(), xxhash.xxh3_128()), 0
+        sums, crc, item = (xxhash.xxh3_128(), xxhash.xxh3_128()), 0, pair.b.dtype.itemsize
+        sides = [(full_slice(pair.param, pair.name, state), Locator(state)) for state in (pair.a, pair.b)]
 
         def read_blocks() -> Iterator[_Block]:
             nonlocal crc
-            for first, both in _read_blocks(pair, gatherer):
-                for digest, data in zip(sums, both, strict=True):
+            for low, high in block_ranges(0, pair.b.numel, BLOCK // item):
+                a, b = (
+                    gatherer.read([(high - low, side.dtype, resolve(side, at, low, high))])[0] for side, at in sides
+                )
+                for digest, data in zip(sums, (a, b), strict=True):
                     digest.update(data)
-                crc = zlib_ng.crc32(both[0], crc)
-                self.observer.advance(both[1].nbytes)
-                yield first, *both
+                crc = zlib_ng.crc32(a, crc)
+                self.observer.advance(b.nbytes)
+                yield low * item, a, b
 
         start = file.seek(0, os.SEEK_END)
         if self.encoding == "xor":
@@ -99,15 +103,6 @@ class Comparison:
             self.frames[pair.label] = Frame(file, start, nbytes, sums[1].hexdigest())
         else:
             file.truncate(start)
-
-
-def _read_blocks(pair: TensorPair, gatherer: Gatherer) -> Iterator[tuple[int, tuple[memoryview, memoryview]]]:
-    """The bytes of both sides, block by block, each with the number of its first byte."""
-    item = pair.b.dtype.itemsize
-    sides = [(full_slice(pair.param, pair.name, state), Locator(state)) for state in (pair.a, pair.b)]
-    for low, high in block_ranges(0, pair.b.numel, BLOCK // item):
-        a, b = (gatherer.read([(high - low, slice_.dtype, resolve(slice_, at, low, high))])[0] for slice_, at in sides)
-        yield low * item, (a, b)
 
 
 def _write_xor(file: IO[bytes], blocks: Iterable[_Block], nbytes: int) -> bool:
