@@ -246,8 +246,10 @@ def _limit(base: Base, mutation: Mutation, truth: Attempt, found: Attempt, unsai
         return "damage in a file that carries no checksums"
     if mutation.name == "flip_name" and base.format.startswith("megatron") and not _is_of_trained(unsaid, truth):
         return "a damaged name in a .metadata that records no paths"
-    if mutation.name == "foreign":
-        return "a file of another run, of which no other file has a copy"
+    if mutation.name in ("foreign", "foreign_link"):
+        return "a file or link of another run, of which no other file has a copy"
+    if mutation.name == "swap_folders" and base.name.startswith("make_delta") and base.inner in mutation.files:
+        return "versions exchanged, of which a full one does not record its number"
     is_whole = mutation.name == "swap_folders"
     folders = {name if is_whole else str(Path(name).parent) for name in mutation.files}
     if mutation.name in _MIXED and (is_whole or len(set(names)) == 1) and all(map(_IN_ZERO, folders)):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +18,34 @@ from ucp.live.checkpoint import Checkpoint
 from ucp.transfer.compare import find_drift
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
+
+
+class Stub:
+    """Any class of Megatron, which is not installed here."""
+
+    def __init__(self, *values: object) -> None:
+        self.values = values
+
+    def __setstate__(self, state: object) -> None:
+        self.values = (state,)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Stub and self.values == other.values
+
+    __hash__ = object.__hash__
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return Stub if module.startswith("megatron") else super().find_class(module, name)
+
+
+def load_stubbed(path: Path) -> Any:
+    """What Megatron saved, without Megatron."""
+    reader = SimpleNamespace(
+        Unpickler=_Unpickler, load=lambda file, **options: _Unpickler(file, **options).load(), __name__="pickle"
+    )
+    return torch.load(path, weights_only=False, pickle_module=reader)
 
 
 def read_states(index: Index) -> dict[str, torch.Tensor]:

@@ -42,6 +42,8 @@ class ChainDocument(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """1."""
     links: tuple[Link, ...]
     """In increasing iteration."""
+    oldest: Natural | None = None
+    """Oldest iteration that can be read, as links that older ones need were removed; None if that is the first."""
 
 
 class _Version(Struct):
@@ -49,10 +51,13 @@ class _Version(Struct):
 
 
 def read_chain(folder: Path) -> tuple[Link, ...]:
-    """Links of the chain in `folder`, with paths that are resolved.
+    """Links of the chain in `folder`, with paths that are resolved. Raises what `read_document` raises."""
+    links = read_document(folder).links
+    return tuple(Link(path=str(resolve_from(folder, link.path)), iteration=link.iteration) for link in links)
 
-    Raises MalformedError, MissingFileError, UnsupportedError.
-    """
+
+def read_document(folder: Path) -> ChainDocument:
+    """The document of the chain in `folder`. Raises MalformedError, MissingFileError, UnsupportedError."""
     path = folder / CHAIN
     with open_source(str(path)) as file:
         text = file.read(0, min(file.nbytes, _LONGEST + 1))
@@ -78,7 +83,7 @@ def read_chain(folder: Path) -> tuple[Link, ...]:
             f"expected links of increasing iterations in {path}; {what}Delete it and list the links again "
             "(ucp chain add)"
         )
-    return tuple(Link(path=str(resolve_from(folder, link.path)), iteration=link.iteration) for link in document.links)
+    return document
 
 
 def sort_links(links: Iterable[Link]) -> tuple[Link, ...]:
@@ -93,14 +98,18 @@ def sort_links(links: Iterable[Link]) -> tuple[Link, ...]:
     return links
 
 
-def write_chain(folder: Path, links: tuple[Link, ...]) -> None:
+def write_chain(folder: Path, links: tuple[Link, ...], *, oldest: int | None = None) -> None:
     """Write `chain.json` atomically, with `links` (absolute paths) in increasing iteration.
 
-    Paths below `folder` are written as relative ones. Raises UsageError if two links have the same iteration.
+    `oldest`: the oldest iteration that can be read; None leaves it. Paths below `folder` are written as relative ones.
+    Raises UsageError if two links have the same iteration.
     """
     root = str(folder.absolute())
     documents = [{"path": _shorten(link.path, root), "iteration": link.iteration} for link in sort_links(links)]
-    text = json.dumps({"version": _VERSION, "links": documents}, indent=1, ensure_ascii=False)
+    if oldest is None and (folder / CHAIN).is_file():
+        oldest = read_document(folder).oldest
+    document = {"version": _VERSION, "links": documents, **({} if oldest is None else {"oldest": oldest})}
+    text = json.dumps(document, indent=1, ensure_ascii=False)
     replace_file(folder / CHAIN, text.encode("utf-8", "surrogateescape") + b"\n")
 
 

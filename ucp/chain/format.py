@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ucp.chain.document import CHAIN, Link, read_chain, sort_links, write_chain
+from ucp.chain.document import CHAIN, Link, read_chain, read_document, sort_links, write_chain
 from ucp.chain.merge import LinkIndex, choose_links, merge
 from ucp.contract.locating import Evidence, Strength
 from ucp.contract.protocols import Format, SourceOptions
@@ -48,8 +48,11 @@ class ChainFormat(Format):
 
     def read_links(self, path: Path) -> tuple[LinkIndex, ...]:
         """The links of the chain up to that iteration, the oldest first. Raises SourceError, UsageError."""
-        links = read_chain(_find_folder(path))
-        wanted = links[: choose_links([link.iteration for link in links], self.options.at)]
+        links, at = read_chain(_find_folder(path)), self.options.at
+        oldest = read_document(_find_folder(path)).oldest
+        if at is not None and oldest is not None and at < oldest:
+            raise UsageError(f"expected iteration {oldest} or later, as links before it were removed; got --at {at}")
+        wanted = links[: choose_links([link.iteration for link in links], at)]
         of_links = replace(self.options, at=None)
         return tuple(LinkIndex(link.iteration, _read_link(link, of_links)) for link in wanted)
 

@@ -100,6 +100,17 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+@lru_cache(maxsize=4096)
+def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements from the first to the last of a tensor, both included; 0 for an empty tensor, -1 for an impossible one.
+
+    Cached: a model has few shapes.
+    """
+    if len(shape) != len(strides) or min((0, *shape, *strides)) < 0:
+        return -1
+    return 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRef:
     """Elements of one tensor in one file."""
@@ -124,8 +135,7 @@ class TensorRef:
     """Bytes of the whole tensor that the block is a patch of; 0 if it is no patch."""
 
     def __post_init__(self) -> None:
-        shape, strides = self.shape, self.strides
-        if len(shape) != len(strides) or self.offset < 0 or (shape and (min(shape) < 0 or min(strides) < 0)):
+        if self.offset < 0 or _span(self.shape, self.strides) < 0:
             raise ValueError(f"not a tensor reference: {self!r}")
 
     @property
@@ -141,10 +151,7 @@ class TensorRef:
     @property
     def extent(self) -> int:
         """Bytes from the first element to the end of the last, with gaps; 0 for an empty tensor."""
-        if 0 in self.shape:
-            return 0
-        last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
-        return (last + 1) * self.dtype.itemsize
+        return _span(self.shape, self.strides) * self.dtype.itemsize
 
     @property
     def is_contiguous(self) -> bool:

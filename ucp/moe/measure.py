@@ -26,6 +26,9 @@ from ucp.transfer.gather import Gatherer, ThreadedReader
 from ucp.transfer.plan.tasks import BLOCK, bundle
 from ucp.transfer.plan.tiles import split_blocks
 
+_WINDOW = 1 << 20
+"""Bytes that are read, hashed and summed at once, while they are in the processor's cache."""
+
 MOMENT = "exp_avg_sq"
 """State with the running mean of squared gradients (Adam)."""
 
@@ -103,14 +106,7 @@ def measure(index: Index, layers: Sequence[ExpertLayer], observer: Observer, *, 
     lock = Lock()
 
     def measure_batch(parts: Sequence[_Part], gatherer: Gatherer) -> None:
-        slices = [part.slice for part in parts]
-        blocks = gatherer.read(
-            [
-                (piece.stop - piece.start, piece.dtype, resolve(piece, part.locator, piece.start, piece.stop))
-                for piece, part in zip(slices, parts, strict=True)
-            ]
-        )
-        measured = [_measure_block(part, block) for part, block in zip(parts, blocks, strict=True)]
+        measured = [_measure_part(part, gatherer) for part in parts]
         with lock:
             for part, block_measure in zip(parts, measured, strict=True):
                 module, role, expert, state = part.key
@@ -128,24 +124,34 @@ def measure(index: Index, layers: Sequence[ExpertLayer], observer: Observer, *, 
     return measures
 
 
-def _measure_block(part: _Part, block: memoryview) -> Measure:
-    """Measure of a block."""
+def _measure_part(part: _Part, gatherer: Gatherer) -> Measure:
+    """Measure of a part."""
+    tensor, numel, digest = part.slice, _WINDOW // part.slice.dtype.itemsize, xxhash.xxh3_64()
+    sums = Measure()
+    for low, high in block_ranges(tensor.start, tensor.stop, numel):
+        (data,) = gatherer.read([(high - low, tensor.dtype, resolve(tensor, part.locator, low, high))])
+        digest.update(data)
+        sums.add(_measure_window(part, data))
+    first = 0 if part.row is None else part.row * (part.locator.state.numel // part.locator.state.global_shape[0])
+    place = (part.name, *tensor.pairs[0].global_box.offsets, tensor.start - first)
+    sums.digests[place] = digest.intdigest()
+    return sums
+
+
+def _measure_window(part: _Part, data: memoryview) -> Measure:
+    """Measure of some elements of a part, without a digest."""
     import numpy as np
 
-    first = 0 if part.row is None else part.row * (part.locator.state.numel // part.locator.state.global_shape[0])
-    place = (part.name, *part.slice.pairs[0].global_box.offsets, part.slice.start - first)
-    block_measure = Measure(digests={place: xxhash.xxh3_64_intdigest(block)})
-    values = viewed(block, part.slice.dtype)
+    values, is_floating = viewed(data, part.slice.dtype), part.slice.dtype.is_floating
     values = np.abs(values) if np.iscomplexobj(values) else values
-    is_narrow = part.slice.dtype.is_floating and values.dtype != np.float64
-    values = widened(values, "float32" if is_narrow else "float64")
+    if values.dtype != np.float32:
+        values = widened(values, "float32" if is_floating and values.dtype != np.float64 else "float64")
     with np.errstate(all="ignore"):
         squares, total = float(np.dot(values, values)), float(values.sum())
         is_finite = bool(np.isfinite(squares)) or bool(np.isfinite(values).all())
         if is_finite and not np.isfinite(squares):  # the squares are too large for float32
             squares, total = float(np.square(values, dtype=np.float64).sum()), float(values.sum(dtype=np.float64))
-        return replace(
-            block_measure,
+        return Measure(
             numel=values.size,
             total=total,
             squares=squares,

@@ -30,10 +30,11 @@ from ucp.saving.holdings import COMPUTED, AtomFacts, RankFacts, StateFacts
 from ucp.saving.part import PARTS, PartManifest, read_part
 from ucp.saving.plan import SaveItem
 from ucp.store.describe import describe
-from ucp.store.manifest import EXTRAS, MANIFEST, Manifest, Piece, StoredExtra, dump
+from ucp.store.manifest import EXTRAS, MANIFEST, Manifest, Piece, StoredExtra, dump, parse, read_text
 
 _FORMAT = "run"
 """Source of the states, in the manifest: no checkpoint, but a live run."""
+_PRODUCER = "ucp.save"
 _CAST = LostStates(
     reason="these parameters are saved as the model computes with them, because they are in a later slot of a sparse "
     "window: read the whole chain (--optimizer zero takes the weights alone)"
@@ -63,9 +64,10 @@ class SavedRun:
         atoms = {name: atom.narrow(is_cast=name in cast) for name, atom in self.atoms.items() if name not in unsaved}
         return replace(self, atoms=atoms, groups=tuple(groups))
 
-    def holds(self, item: SaveItem) -> bool:
-        """Whether a state is saved."""
-        return item.param in self.atoms and item.state in self.atoms[item.param].states
+    def holds(self, item: SaveItem, facts: RankFacts) -> bool:
+        """Whether a state is saved, and the part of a rank with these facts is one of those that make it up."""
+        states = self.atoms[item.param].states if item.param in self.atoms else {}
+        return item.state in states and states[item.state].layout == facts.atoms[item.param].states[item.state].layout
 
 
 def merge_facts(facts: Sequence[RankFacts], *, topology: Topology, step: int | None, origin: str) -> SavedRun:
@@ -80,8 +82,8 @@ def merge_facts(facts: Sequence[RankFacts], *, topology: Topology, step: int | N
     for rank, rank_facts in enumerate(facts):
         for name, atom in rank_facts.atoms.items():
             known = atoms.setdefault(name, atom)
-            states = {**known.states, **atom.states}
-            differing = [state for state, value in known.states.items() if states[state] != value]
+            states = {**atom.states, **known.states}
+            differing = [state for state, value in atom.states.items() if not value.fits(states[state])]
             for what in ("shape", "kind", "model_dtype"):
                 if getattr(known, what) != getattr(atom, what):
                     differing.append(what)
@@ -142,9 +144,7 @@ def begin(path: Path, *, replaced: bool = False) -> Path:
     """
     folder = growing_folder(path)
     if replaced and (path / MANIFEST).is_file():
-        _remove_unfinished(folder)
-        (path / PARTS).mkdir(exist_ok=True)
-        path.rename(folder)
+        remove_store(path)
     check_free(path)
     _remove_unfinished(folder)
     for name in ("", PARTS, "packs", EXTRAS):
@@ -167,6 +167,21 @@ def _remove_unfinished(folder: Path) -> None:
         entry = folder / name
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     shutil.rmtree(folder)
+
+
+def remove_store(path: Path) -> None:
+    """Remove a store that a save wrote; if that is interrupted, what is left is no store."""
+    folder = growing_folder(path)
+    _remove_unfinished(folder)
+    (path / PARTS).mkdir(exist_ok=True)
+    path.rename(folder)
+    _remove_unfinished(folder)
+
+
+def was_saved(path: Path) -> bool:
+    """Whether a save wrote the store at `path`."""
+    manifest = str(path / MANIFEST)
+    return os.path.isfile(manifest) and parse(read_text(manifest), manifest).source.producer == _PRODUCER
 
 
 def check_free(path: Path) -> None:
@@ -243,7 +258,7 @@ def _make_index(path: Path, run: SavedRun, parts: Sequence[PartManifest]) -> Ind
         path=str(path.absolute()),
         format=_FORMAT,
         evidence=(),
-        producer="ucp.save",
+        producer=_PRODUCER,
         topology=run.topology,
         step=run.step,
         atoms=atoms,

@@ -47,6 +47,10 @@ class StateFacts:
     sample: bytes = b""
     """First elements, if the rank holds all of a parameter's state: replicas that differ are noticed by them."""
 
+    def fits(self, other: StateFacts) -> bool:
+        """Whether both can be of one state. Stages with a tied parameter may partition it at other elements (ZeRO)."""
+        return self == replace(other, layout=Layout(other.layout.axes, self.layout.flat))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtomFacts:

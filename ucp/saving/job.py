@@ -18,17 +18,19 @@ from ucp.chain.document import Link
 from ucp.core.index import Extra
 from ucp.errors import DestinationError, UcpError
 from ucp.live.run.ranks import Ranks, run_together
-from ucp.saving.chain import add_link
+from ucp.saving.chain import add_link, collect_links
 from ucp.saving.commit import SavedRun, commit, growing_folder
 from ucp.saving.holdings import Holding
-from ucp.saving.part import PARTS, read_part, write_part
+from ucp.saving.part import PARTS, count_written, read_part, write_part
 from ucp.saving.plan import SaveItem
 from ucp.saving.report import SaveReport
 
 _POLL_SECONDS = 0.05
 """Time between two looks for parts of other ranks."""
-_MOST_SECONDS = 1800.0
-"""Time that rank 0 waits for the parts of the others; that of collectives of torch."""
+_IDLE_SECONDS = 300.0
+"""Time in which a rank must write something, before rank 0 takes it for dead."""
+_IDLE_AT_EXIT = 60.0
+"""The same, once the program of rank 0 has ended: then the others end, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,8 @@ class SaveJob:
     """Extras that this rank writes."""
     links: tuple[Link, ...] | None
     """Links of the chain that the store becomes the newest of; None for none."""
+    keep: int | None
+    """Number of restore points of the chain whose links stay; None for all."""
 
     def snapshot(self) -> SaveJob:
         """The job with copies of everything that the program may change, in host memory."""
@@ -71,6 +75,12 @@ class SaveJob:
         commit(self.folder, self.run, self.ranks)
         if self.links is not None:
             add_link(self.folder, self.links, self.run.step)
+        if self.keep is not None:
+            try:
+                collect_links(self.folder.parent, self.keep)
+            except (UcpError, OSError) as error:
+                error.add_note(f"{self.folder} is saved and listed; links that it does not need could not be removed")
+                raise
 
     def tell_failure(self, error: BaseException) -> None:
         """Leave the error of this rank for rank 0."""
@@ -79,9 +89,10 @@ class SaveJob:
             self._failure_of(self.rank).write_bytes(text)
 
     def wait_for_parts(self) -> None:
-        """Wait until all ranks have written their shares. Raises DestinationError if one failed, or is late."""
+        """Wait until all ranks have written their shares. Raises DestinationError if one failed, or writes no more."""
         root, missing = growing_folder(self.folder), set(range(self.ranks))
-        end = time.monotonic() + _MOST_SECONDS
+        seen: dict[int, tuple[int, float]] = {}
+        """Rank to the bytes that it has written, and when it had first written them."""
         while missing:
             for rank in sorted(missing):
                 if self._failure_of(rank).is_file():
@@ -90,10 +101,18 @@ class SaveJob:
                         f"rank {rank} of {self.ranks} could not write its part of {self.folder}: {text}"
                     )
             missing -= {rank for rank in missing if read_part(root, rank) is not None}
-            if missing and time.monotonic() > end:
+            now, has_ended = time.monotonic(), not threading.main_thread().is_alive()
+            limit = min(_IDLE_AT_EXIT, _IDLE_SECONDS) if has_ended else _IDLE_SECONDS
+            for rank in missing:
+                nbytes = count_written(root, rank)
+                if seen.setdefault(rank, (nbytes, now))[0] != nbytes:
+                    seen[rank] = (nbytes, now)
+            idle = [rank for rank in sorted(missing) if now - seen[rank][1] > limit]
+            if idle:
                 raise DestinationError(
-                    f"expected the parts of all ranks in {root / PARTS} within {_MOST_SECONDS:.0f} s; those of ranks "
-                    f"{sorted(missing)} are not there. All ranks must write to one folder that they share"
+                    f"expected the parts of all ranks in {root / PARTS}; ranks {idle} have written nothing for "
+                    f"{limit:.0f} s. Look whether they have ended (call wait() before the program ends), and whether "
+                    "all ranks write to one folder that they share"
                 )
             if missing:
                 time.sleep(_POLL_SECONDS)
@@ -145,9 +164,11 @@ class SaveHandle:
             if self._job.rank == 0:
                 self._job.wait_for_parts()
                 self._job.finish()
-        except Exception as error:  # noqa: BLE001  # `wait` raises it, on the thread of the program
+        except Exception as error:  # `wait` raises it, on the thread of the program
             self._failure = error
             self._job.tell_failure(error)
+            if not threading.main_thread().is_alive():  # which has ended without `wait`
+                raise
         self._report = replace(self._report, seconds=time.perf_counter() - began)
 
 

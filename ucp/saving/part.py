@@ -95,6 +95,18 @@ def read_part(root: Path, rank: int) -> PartManifest | None:
         raise MalformedError(f"expected a part manifest in {path}; {error}. Save again") from error
 
 
+def count_written(root: Path, rank: int) -> int:
+    """Bytes in the pack of `rank` so far."""
+    try:
+        return os.stat(root / _name_pack(rank)).st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _name_pack(rank: int) -> str:
+    return f"packs/{rank:05d}.safetensors"
+
+
 def _write_pack(
     root: Path, rank: int, share: Sequence[SaveItem], holdings: Mapping[SaveItem, Holding]
 ) -> tuple[StoredFile, list[SavedShard]]:
@@ -108,7 +120,7 @@ def _write_pack(
         label = f"{item.param}/{item.state}"
         entries.append((label if is_full else f"{label}@rank{rank}", holding.facts.dtype, tuple(holding.tensor.shape)))
     layout = layout_safetensors(entries, metadata={"format": "pt", "producer": producer()})
-    name = f"packs/{rank:05d}.safetensors"
+    name = _name_pack(rank)
     shards = []
     descriptor = os.open(root / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:

@@ -11,7 +11,7 @@ Ranks that hold the same boxes of a state hold the same bytes (data-parallel rep
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -67,6 +67,19 @@ class PartialExperts:
             others = (tensors for expert, tensors in layer.experts.items() if expert not in chosen)
             unsaved.update(tensor.param for tensors in others for tensor in tensors.values())
         return frozenset(unsaved)
+
+    def next_turn(self, shapes: Mapping[str, tuple[int, ...]], held: Collection[str], *, ep: int) -> int:
+        """Number of the save after one that holds the parameters `held`: from 0 again after one of all experts."""
+        layer = next(iter(find_layers(shapes)), None)
+        if layer is None or self.select == "load":
+            return 0
+        saved = {
+            expert
+            for expert, tensors in layer.experts.items()
+            if any(tensor.param in held for tensor in tensors.values())
+        }
+        turns = range(0 if len(saved) == layer.num_experts else layer.num_experts)
+        return next((turn + 1 for turn in turns if saved == {*self._choose(layer, 0, turn=turn, ep=ep)}), 0)
 
     def _choose(self, layer: ExpertLayer, number: int, *, turn: int, ep: int) -> Sequence[int]:
         count = layer.num_experts

@@ -27,20 +27,19 @@ from ucp.contract.run_extras import LR_SCHEDULER
 from ucp.conversion.option import TopologyLike, path_parser, type_path
 from ucp.core.index import Extra, Kind
 from ucp.core.topology import Topology
-from ucp.errors import UnsupportedError, UsageError, format_list
-from ucp.io.folder import is_url, parse_path
-from ucp.live.adapters import LiveRequest, LiveRun
-from ucp.live.model.describe import describe_run, list_modules
+from ucp.errors import UsageError, format_list
+from ucp.io.folder import is_url, parse_path, path_of
+from ucp.live.adapters import LiveRequest
+from ucp.live.model.describe import list_modules
 from ucp.live.model.meta import find_device
-from ucp.live.model.parallel.experts import ExpertMap
-from ucp.live.model.parallel.numbering import name_globally, survey_numbers
 from ucp.live.optimizer.torch_optimizer import unwrap_optimizer
 from ucp.live.resume.scheduler import Stateful
 from ucp.live.run.mesh import RunMesh
 from ucp.live.run.ranks import Ranks, find_ranks, run_together
 from ucp.live.run.request import parse_mesh
-from ucp.saving.chain import check_first_link, check_next, read_links
+from ucp.saving.chain import check_next, list_held, read_links
 from ucp.saving.commit import SavedRun, begin, merge_facts
+from ucp.saving.describe import describe_parts
 from ucp.saving.holdings import Holdings, collect_holdings
 from ucp.saving.job import SaveHandle, SaveJob, start, wait_for_pending
 from ucp.saving.plan import Full, PartialExperts, plan_save
@@ -73,7 +72,9 @@ def save(
     scaler: object = ...,
     masters: Mapping[str, torch.Tensor] | None = ...,
     extras: Mapping[str, object] | None = ...,
+    like: type_path | None = ...,
     chain: bool = ...,
+    keep: int | None = ...,
     asynchronous: Literal[False] = ...,
     process_group: ProcessGroup | Ranks | None = ...,
 ) -> SaveReport: ...
@@ -92,7 +93,9 @@ def save(
     scaler: object = ...,
     masters: Mapping[str, torch.Tensor] | None = ...,
     extras: Mapping[str, object] | None = ...,
+    like: type_path | None = ...,
     chain: bool = ...,
+    keep: int | None = ...,
     asynchronous: Literal[True],
     process_group: ProcessGroup | Ranks | None = ...,
 ) -> SaveHandle: ...
@@ -110,7 +113,9 @@ def save(
     scaler: object = None,
     masters: Mapping[str, torch.Tensor] | None = None,
     extras: Mapping[str, object] | None = None,
+    like: type_path | None = None,
     chain: bool = False,
+    keep: int | None = None,
     asynchronous: bool = False,
     process_group: ProcessGroup | Ranks | None = None,
 ) -> SaveReport | SaveHandle:
@@ -144,10 +149,16 @@ def save(
         {name of a parameter: its master weight}, as for `load_into`.
     extras
         What else to save: {name: value}, the value of rank 0.
+    like
+        A checkpoint of the same model, of any format, such as the one that the run began from: needed if ranks hold
+        parts of plain tensors, which it has the global shapes of. Into a chain, by default its first link.
     chain
         Whether the store becomes the newest link of the chain in the folder above `path`: its `chain.json`, which is
         made if there is none, lists the store once it is whole. A store at `path` that it does not list (of a save that
         was killed just before) is replaced.
+    keep
+        Number of restore points of the chain that stay: links that the newest `keep` of them do not need are removed
+        once the store is listed. Of sparse windows, the number of whole windows. None removes nothing.
     asynchronous
         Whether to return once this rank's share is copied to host memory: a thread writes it. The result is then a
         `SaveHandle`, whose `wait` returns the report. One save is written at a time: the next call waits for it, and
@@ -175,16 +186,18 @@ def save(
     ranks = find_ranks(process_group, _find_device(model))
     folder, mesh = run_together(ranks, lambda: (_parse_folder(path), parse_mesh(topology, ranks.rank, ranks.count)))
     live = LiveRequest(model=model, optimizer=unwrap_optimizer(optimizer), mesh=mesh, ranks=ranks, masters=masters)
-    run = _describe(live)
+    run_together(ranks, lambda: _check_keep(keep, chain=chain))
+    links = run_together(ranks, lambda: read_links(folder) if chain else None)
+    model_path = run_together(ranks, lambda: None if like is None else path_parser("like", parse_path)(like))
+    run = describe_parts(live, model_path, path_of(links[0].path) if links else None)
     is_sparse = isinstance(plan, SparseWindow)
     holdings = run_together(ranks, lambda: collect_holdings(run, list_modules(model), with_computed=is_sparse))
     facts = ranks.share(replace(holdings.facts(), plan=xxhash.xxh3_64_hexdigest(repr(plan).encode())))
     layout = mesh.topology or run.state.topology or _find_topology(holdings, ranks.count)
     step = run.state.step if step is None else step
     whole = run_together(ranks, lambda: merge_facts(facts, topology=layout, step=step, origin=run.state.origin))
-    links = run_together(ranks, lambda: read_links(folder) if chain else None)
     whole = run_together(ranks, lambda: _narrow(plan, whole, folder, links, mesh))
-    shares = plan_save([[item for item in of_rank.items if whole.holds(item)] for of_rank in facts])
+    shares = plan_save([[item for item in of_rank.items if whole.holds(item, of_rank)] for of_rank in facts])
     framework = run.state.extras
     rank_extras = run_together(ranks, lambda: list(_collect_extras(scheduler, scaler, extras, framework, ranks.rank)))
     run_together(ranks, lambda: _check_scalars(plan, rank_extras) if ranks.rank == 0 else None)
@@ -199,6 +212,7 @@ def save(
         tensors=holdings.tensors,
         extras=rank_extras,
         links=links,
+        keep=keep,
     )
     planned = tuple(sum(item.nbytes for item in share) for share in shares)
     report = SaveReport(
@@ -216,6 +230,11 @@ def save(
     return replace(report, seconds=time.perf_counter() - began)
 
 
+def _check_keep(keep: int | None, *, chain: bool) -> None:
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1 or not chain):
+        raise UsageError(f"expected keep= of 1 or more, with chain=True; got keep={keep!r}, chain={chain}")
+
+
 def _narrow(plan: Plan, run: SavedRun, folder: Path, links: tuple[Link, ...] | None, mesh: RunMesh) -> SavedRun:
     """What of the run the plan saves. Raises UsageError, UnsupportedError."""
     step = None if links is None else check_next(folder, links, run.step)
@@ -227,8 +246,8 @@ def _narrow(plan: Plan, run: SavedRun, folder: Path, links: tuple[Link, ...] | N
     if isinstance(plan, SparseWindow):
         buffers = frozenset(name for name, atom in run.atoms.items() if atom.kind is Kind.BUFFER)
         return run.narrow(*plan.divide(find_operators(shapes, buffers), step))
-    check_first_link(links, run.atoms)
-    return run.narrow(plan.find_unsaved(shapes, turn=len(links) - 1, ep=mesh.degree("ep")))
+    ep, held = mesh.degree("ep"), list_held(links, run.atoms)
+    return run.narrow(plan.find_unsaved(shapes, turn=plan.next_turn(shapes, held, ep=ep), ep=ep))
 
 
 def _check_scalars(plan: Plan, extras: Sequence[Extra]) -> None:
@@ -248,39 +267,6 @@ def _parse_folder(path: type_path) -> Path:
     if is_url(str(folder)):
         raise UsageError(f"expected a folder on a disk that all ranks see; got {folder}. Save there, and convert to it")
     return Path(os.path.abspath(folder))
-
-
-def _describe(live: LiveRequest) -> LiveRun:
-    """This rank's part of the run, by names and parts of the whole model. Collective. Raises UnsupportedError."""
-    ranks, mesh = live.ranks, live.mesh
-
-    def describe() -> LiveRun:
-        run = describe_run(live)
-        return run if run.has_global_parts else _check_full(run, mesh)
-
-    run = run_together(ranks, describe)
-    surveys = ranks.share(survey_numbers(run.model))
-
-    def name() -> LiveRun:
-        if run.has_global_names:
-            return run
-        experts = ExpertMap.parse(None, ep=mesh.degree("ep"))
-        named = name_globally(run.model, surveys, mesh=mesh, rank=ranks.rank, experts=experts, stored=(), rename=None)
-        return replace(run, model=named)
-
-    return run_together(ranks, name)
-
-
-def _check_full(run: LiveRun, mesh: RunMesh) -> LiveRun:
-    """The run, whose plain tensors must be complete. Raises UnsupportedError if ranks may hold parts of them."""
-    cutting = {axis: mesh.degree(axis) for axis in ("tp", "etp") if mesh.degree(axis) > 1}
-    if cutting:
-        axes = ", ".join(f"{axis}={degree}" for axis, degree in cutting.items())
-        raise UnsupportedError(
-            f"expected DTensors, which say how they are cut, or complete tensors; got plain tensors and {axes}. Make "
-            "them DTensors (parallelize_module)"
-        )
-    return run
 
 
 def _find_topology(holdings: Holdings, count: int) -> Topology:

@@ -169,6 +169,8 @@ def _axis(axis: StoredAxis) -> tuple[AxisLayout, bool] | None:
 
 def _layout(numbers: Sequence[int], axes: Sequence[tuple[AxisLayout, bool] | None]) -> Layout:
     """The layout of these axes; an empty one if a pattern is not installed. Raises ValueError."""
+    if not numbers:
+        return Layout()
     if any(number >= len(axes) for number in numbers):
         raise ValueError(f"expected numbers of {len(axes)} axes, got {list(numbers)}")
     every = [axis for number in numbers if (axis := axes[number]) is not None]
@@ -289,7 +291,8 @@ class _States:
     def _piece(self, piece: Piece, shape: tuple[int, ...]) -> Fragment:
         """A piece in a source file, or with its value in the manifest."""
         box = _box(piece.offsets, piece.sizes)
-        if len(box.sizes) != len(shape) or any(map(gt, box.stops, shape)):
+        is_full = box.sizes == shape and not any(box.offsets)
+        if not is_full and (len(box.sizes) != len(shape) or any(map(gt, box.stops, shape))):
             raise ValueError(f"a piece at {box} of a tensor of shape {shape}")
         ref: InlineTensor | TensorRef
         if isinstance(piece.place, str):

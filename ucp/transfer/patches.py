@@ -25,6 +25,7 @@ from ucp.io.elements import assign, strided, viewed
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from zstandard import ZstdDecompressor
 
     from ucp.transfer.gather import Gatherer
 
@@ -35,18 +36,24 @@ WINDOW = 1 << 20
 """The most bytes of a tensor that a strided patch is applied to at once."""
 
 OPEN_PATCHES = 128
-"""Patches that a thread keeps open, to go on with the next block of a tensor; each takes about a megabyte."""
+"""Patches that a thread keeps open, to go on with the next block of a tensor; each takes up to two megabytes."""
 
 _CHUNK = 128 << 10
-"""Bytes that are read from a file, and decoded, at once."""
+"""Bytes that are decoded at once."""
 
-_POSITIONS = _CHUNK // 4
-"""Positions that are decoded at once."""
+_MOST_READ = 512 << 10
+"""Bytes of a frame that are read at once."""
+
+_POSITIONS = _CHUNK
+"""Positions that are decoded at once. A patch that has no more is decoded in one go."""
 
 _MOST_WINDOW = 8 << 20
 """The largest window of a frame, bytes: what every decoder of zstd supports, and levels up to 19 need."""
 
-ReadRange = Callable[[str, int, int], bytes]
+_idle: list[ZstdDecompressor] = []
+"""Decompressors that are not in use: making one takes longer than decoding a small patch."""
+
+ReadRange = Callable[[str, int, int], bytearray]
 """Reads (path, offset, bytes) of a file."""
 
 
@@ -77,16 +84,17 @@ class Patcher:
         for piece in filterfalse(is_patch, pieces):
             for part, values in gatherer.read_values(piece):
                 assign(_view_target(buffer, part), values)
-        for patch in patches:
-            for part in _split_extent(in_file_order(patch), WINDOW):
+        for patch in map(in_file_order, patches):
+            target = _view_target(buffer, patch)
+            if target.flags.c_contiguous and patch.extent == target.nbytes:
+                self._apply(patch, buffer[patch.dst_offset * target.itemsize :][: patch.extent])
+                continue
+            for part in _split_extent(patch, WINDOW):
                 self._apply_part(buffer, part)
 
     def _apply_part(self, buffer: memoryview, part: Piece) -> None:
-        """Apply a part of a patch; where its elements are not side by side, in a copy with the gaps between them."""
+        """Apply a part of a patch whose elements are not side by side, in a copy with the gaps between them."""
         target = _view_target(buffer, part)
-        if target.flags.c_contiguous and part.extent == target.nbytes:
-            self._apply(part, buffer[part.dst_offset * target.itemsize :][: part.extent])
-            return
         window = memoryview(bytearray(part.extent))
         values = strided(window, part.ref.dtype, offset=0, sizes=part.sizes, strides=part.src_strides)
         values[...] = target
@@ -110,13 +118,13 @@ class Patcher:
             if len(self._open) > OPEN_PATCHES:
                 self._open.popitem(last=False)
 
-    def _read_range(self, path: str, offset: int, nbytes: int) -> bytes:
+    def _read_range(self, path: str, offset: int, nbytes: int) -> bytearray:
         assert self._gatherer is not None
         data = bytearray(nbytes)
         ref = TensorRef(path=path, offset=offset, dtype=DType.UINT8, shape=(nbytes,), strides=(1,))
         piece = Piece(ref=ref, sizes=(nbytes,), src_offset=0, src_strides=(1,), dst_offset=0, dst_strides=(1,))
         self._gatherer.fill(memoryview(data), DType.UINT8, [piece])
-        return bytes(data)
+        return data
 
 
 def _view_target(buffer: memoryview, piece: Piece) -> NDArray[Any]:
@@ -166,12 +174,15 @@ class _Frame:
         self._path, self._read_range = ref.path, read
         self._at, self._stop = ref.offset, ref.offset + ref.codec_nbytes
         self._error = zstandard.ZstdError
-        decompressor = zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW)
+        try:
+            self._decompressor = _idle.pop()
+        except IndexError:
+            self._decompressor = zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW)
         source = cast("IO[bytes]", self)  # it calls `read` alone
-        self._stream = decompressor.stream_reader(source, read_size=_CHUNK, read_across_frames=False)
+        self._stream = self._decompressor.stream_reader(source, read_size=_MOST_READ, read_across_frames=False)
         self.position = 0
 
-    def read(self, nbytes: int) -> bytes:
+    def read(self, nbytes: int) -> bytes | bytearray:
         """The next encoded bytes, for the decoder."""
         nbytes = min(nbytes, self._stop - self._at)
         self._at += nbytes
@@ -195,9 +206,10 @@ class _Frame:
             self.fill(memoryview(bytearray(min(_CHUNK, position - self.position))))
 
     def check_end(self) -> None:
-        """Raise CorruptError unless all bytes were decoded."""
+        """Raise CorruptError unless all bytes were decoded. Nothing may be decoded after that."""
         if self._decode(memoryview(bytearray(1))):
             raise CorruptError(f"expected a patch of {self.position - 1:,} bytes; got a longer one")
+        _idle.append(self._decompressor)
 
     def _decode(self, data: memoryview) -> int:
         try:
@@ -233,18 +245,22 @@ class _XorPatch(Patch):
 
 
 class _OverwritePatch(Patch):
-    """A patch of codec `overwrite-zstd`: one stream is at its positions, another at its bytes."""
+    """A patch of codec `overwrite-zstd`. If it is large, one stream is at its positions, another at its bytes."""
 
     def __init__(self, ref: TensorRef, read: ReadRange) -> None:
         import numpy as np
 
         self._nbytes = ref.patched_nbytes
-        self._positions, self._bytes = _Frame(ref, read), _Frame(ref, read)
+        self._positions = self._bytes = _Frame(ref, read)
         self._left = int(self._decode(self._positions, "<u4", 1)[0])
-        self._bytes.skip_to(4 + 4 * self._left)
-        self._pending: tuple[NDArray[np.int64], NDArray[np.uint8]] = (np.empty(0, np.int64), np.empty(0, np.uint8))
+        if self._left > _POSITIONS:
+            self._bytes = _Frame(ref, read)
+            self._bytes.skip_to(4 + 4 * self._left)
+        self._pending: tuple[NDArray[np.intp], NDArray[np.uint8]] = (np.empty(0, np.intp), np.empty(0, np.uint8))
         self._last = -1
         self.position = 0
+        if not self._left:
+            self._bytes.check_end()
 
     def apply(self, first: int, data: memoryview) -> None:
         """Apply it to the bytes from number `first` on. Raises CorruptError."""
@@ -255,30 +271,32 @@ class _OverwritePatch(Patch):
         while self._pending[0].size or self._left:
             positions, values = self._pending if self._pending[0].size else self._next()
             low, high = (int(position) for position in np.searchsorted(positions, (first, stop)))
-            target[positions[low:high] - first] = values[low:high]
+            applied = positions[low:high]
+            applied -= first
+            target[applied] = values[low:high]
             self._pending = positions[high:], values[high:]
             if self._pending[0].size:
                 break
         self.position = stop
-        if stop == self._nbytes:
-            self._bytes.check_end()
 
-    def _next(self) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    def _next(self) -> tuple[NDArray[np.intp], NDArray[np.uint8]]:
         """The next positions, and the bytes for them."""
         import numpy as np
 
         count = min(self._left, _POSITIONS)
-        positions = self._decode(self._positions, "<u4", count).astype(np.int64)
+        positions = self._decode(self._positions, "<u4", count)
         values: NDArray[np.uint8] = self._decode(self._bytes, "u1", count)
         self._left -= count
-        if positions[0] <= self._last or (np.diff(positions) <= 0).any():
+        if positions[0] <= self._last or (positions[1:] <= positions[:-1]).any():
             raise CorruptError("expected positions of bytes that increase in a patch")
         self._last = int(positions[-1])
         if self._last >= self._nbytes:
             raise CorruptError(
                 f"expected positions below {self._nbytes:,}, as the tensor has so many bytes; got {self._last:,}"
             )
-        return positions, values
+        if not self._left:
+            self._bytes.check_end()
+        return positions.astype(np.intp), values
 
     @staticmethod
     def _decode(frame: _Frame, dtype: str, count: int) -> NDArray[Any]:

@@ -37,8 +37,8 @@ from ucp.transfer.plan.job import Job, locate_raw
 from ucp.transfer.plan.tasks import BLOCK, Fill, Section, Task, bundle
 from ucp.transfer.plan.tiles import resolve_in_tile, split_tiles
 
-MEAN_WINDOW = BLOCK // 8
-"""Bytes of a mean, or of a patched tensor, that are computed at once: a sum, or a cast, needs a buffer of its own."""
+MEAN_WINDOW, PATCH_WINDOW = BLOCK // 8, BLOCK // 2
+"""Bytes that are computed at once: of a mean, or of a patched tensor that is cast; of a tensor that is patched."""
 
 TILE = 2 * BLOCK
 """Bytes of a tile that is not compared with copies, and so needs less memory besides its own bytes."""
@@ -329,12 +329,12 @@ class Worker:
             at = section.offset - fill.offset
             part = data[at : at + section.nbytes]
             parts.append(part)
-            item = tensor_slice.dtype.itemsize  # a mean needs memory for its sum, so it is computed in parts
-            is_plain = locator.state.overlap is Overlap.EXCLUSIVE
-            step = section.stop - section.start if is_plain else MEAN_WINDOW // item
+            dtype, item, state = tensor_slice.dtype, tensor_slice.dtype.itemsize, locator.state
+            step = PATCH_WINDOW if state.overlap is Overlap.PATCHED and dtype is state.dtype else MEAN_WINDOW
+            step = section.stop - section.start if state.overlap is Overlap.EXCLUSIVE else step // item
             for low, high in block_ranges(section.start, section.stop, step):
                 window = part[(low - section.start) * item : (high - section.start) * item]
-                requests.append((window, tensor_slice.dtype, resolve(tensor_slice, locator, low, high)))
+                requests.append((window, dtype, resolve(tensor_slice, locator, low, high)))
                 if section.placement in self._job.checking and locator.replicas:
                     checked.append((replace(tensor_slice, start=low, stop=high), locator, window))
         try:

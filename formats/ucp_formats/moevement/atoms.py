@@ -41,6 +41,17 @@ class _Range(NamedTuple):
     """Where its elements are stored."""
 
 
+class _Place(NamedTuple):
+    """Where a range that a rank saved lies in a parameter."""
+
+    param: str
+    """Parameter."""
+    start: int
+    """First element in the flattened parameter."""
+    ref: TensorRef
+    """Where its elements are stored."""
+
+
 class WindowReader:
     """Joins the tensors of all ranks into atoms."""
 
@@ -139,8 +150,9 @@ class WindowReader:
         flat = sorted((part for part in ranges if part.tensor.fragment_numel is not None), key=lambda part: part.rank)
         if not flat:
             return ShardedTensor.unsharded(*(part.ref for part in ranges))
-        shape = flat[0].tensor.full_shape
-        if shape is None or any(part.tensor.full_shape != shape for part in flat):
+        dense = self._dense.atoms.get(param)
+        shape = flat[0].tensor.full_shape or (dense.global_shape if dense is not None else None)
+        if shape is None or any(part.tensor.full_shape != flat[0].tensor.full_shape for part in flat):
             raise MalformedError(
                 f"expected the same full shape of {param}/{state} in the windows of all ranks of {self._dense.path}"
             )
@@ -189,42 +201,30 @@ class WindowReader:
         Experts may start with equal weights, so a single range proves little. So two operators are judged together:
         their ranges are nearer to the dense weights either as they are, or exchanged.
         """
-        places: dict[tuple[int, str], dict[str, tuple[str, int, TensorRef]]] = {}
+        places: dict[tuple[int, str], dict[str, _Place]] = {}
         for (param, state), ranges in self._ranges.items():
             if state != WEIGHT or param not in self._dense.atoms:
                 continue
             flat = sorted((part for part in ranges if part.tensor.fragment_numel is not None), key=lambda p: p.rank)
             starts = self._starts(flat)
-            for part in flat:
-                place = (param, starts[part.rank], part.ref)
+            for part in flat or ranges:
+                place = _Place(param, starts.get(part.rank, 0), part.ref)
                 places.setdefault((part.rank, part.operator), {})[part.tensor.key] = place
-        alike: dict[object, list[tuple[int, str]]] = {}
-        for operator, tensors in places.items():
-            lengths = sorted((key, ref.numel) for key, (_, _, ref) in tensors.items())
-            alike.setdefault(tuple(lengths), []).append(operator)
         with Prober() as prober:
-            for operators in alike.values():
-                for one, other in combinations(operators, 2):
-                    if one[0] != other[0] and self._are_exchanged(prober, places[one], places[other]):
-                        yield f"{one[1]} of {self._file_of(one[0])}, {other[1]} of {self._file_of(other[0])}"
+            for one, other in combinations(places, 2):
+                if one[0] != other[0] and self._are_exchanged(prober, places[one], places[other]):
+                    yield f"{one[1]} of {self._file_of(one[0])}, {other[1]} of {self._file_of(other[0])}"
 
-    def _are_exchanged(
-        self,
-        prober: Prober,
-        one: Mapping[str, tuple[str, int, TensorRef]],
-        other: Mapping[str, tuple[str, int, TensorRef]],
-    ) -> bool:
+    def _are_exchanged(self, prober: Prober, one: Mapping[str, _Place], other: Mapping[str, _Place]) -> bool:
         """Whether the ranges of two operators are nearer to the dense weights if their places are exchanged."""
+        keys = [key for key in one.keys() & other.keys() if one[key].ref.numel == other[key].ref.numel]
 
-        def distance(
-            ranges: Mapping[str, tuple[str, int, TensorRef]], at: Mapping[str, tuple[str, int, TensorRef]]
-        ) -> float:
+        def distance(ranges: Mapping[str, _Place], at: Mapping[str, _Place]) -> float:
             total = 0.0
-            for key, (_, _, ref) in ranges.items():
-                param, start, _ = at[key]
-                count = min(ref.numel, SAMPLED)
-                state = self._dense.atoms[param].states[WEIGHT]
-                values = _floats(prober.window(ref, 0, count, dtype=DType.FLOAT32))
+            for key in keys:
+                count, start = min(ranges[key].ref.numel, SAMPLED), at[key].start
+                state = self._dense.atoms[at[key].param].states[WEIGHT]
+                values = _floats(prober.window(ranges[key].ref, 0, count, dtype=DType.FLOAT32))
                 dense = _floats(prober.state_window(state, start, start + count, dtype=DType.FLOAT32))
                 total += sum((a - b) ** 2 for a, b in zip(values, dense, strict=True))
             return total

@@ -123,7 +123,7 @@ class MoEvementFormat(Format):
             raise MalformedError(
                 f"expected ranges of every rank itself in {root}; compared with the dense checkpoint beside it, these "
                 f"are of a data-parallel peer:\n{format_list(of_peers)}\nMoEvement copied the peer's bytes into "
-                "buffers that were still to be saved. Convert the dense checkpoint"
+                "buffers that were still to be saved, or files were exchanged. Convert the dense checkpoint"
             )
         atoms = reader.read_links()
         _check_complete(dense, atoms, root, first)

@@ -7,14 +7,13 @@ after loading the checkpoint of another is in the files of the first: names, sha
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import ucp
+from tests.golden.truth import load_stubbed
 from tests.unit.live.cluster import module
 from tests.unit.live.threads import ThreadRanks, run
 
@@ -32,31 +31,6 @@ CASES = [
 ]
 
 
-class Stub:
-    """Stands for an object of Megatron."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        del args, kwargs
-
-    def __setstate__(self, state: object) -> None:
-        del state
-
-
-class Unpickler(pickle.Unpickler):
-    """Reads the files of this repository without Megatron."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        return Stub if module.startswith("megatron") else super().find_class(module, name)
-
-
-class Reader:
-    """What torch.load takes for the module `pickle`."""
-
-    __name__ = "pickle"
-    Unpickler = Unpickler
-    load = staticmethod(lambda file, **_: Unpickler(file).load())
-
-
 def layout_of(case: str) -> dict[str, int]:
     layout = json.loads((FIXTURES / case / "case.json").read_text())["layout"]
     return {axis: int(degree) for axis, degree in layout.items()}
@@ -68,7 +42,7 @@ def saved_by(case: str, rank: int) -> list[dict[str, torch.Tensor]]:
     tp, pp, ep = rank % own["tp"], rank // (own["world"] // own["pp"]), rank // own["etp"] % own["ep"]
     numbers = [f"{tp:02d}", *([f"{pp:03d}"] if own["pp"] > 1 else []), *([f"{ep:03d}"] if own["ep"] > 1 else [])]
     folder = FIXTURES / case / "checkpoint" / "iter_0000010" / f"mp_rank_{'_'.join(numbers)}"
-    state = torch.load(folder / "model_optim_rng.pt", weights_only=False, pickle_module=Reader)
+    state = load_stubbed(folder / "model_optim_rng.pt")
     chunks = [state[key] for key in sorted(state) if key.startswith("model")]
     return [{name: own for name, own in chunk.items() if isinstance(own, torch.Tensor)} for chunk in chunks]
 

@@ -55,8 +55,9 @@ def _carry_out(job: dict[str, Any]) -> dict[str, object]:
     try:
         report = _fill(run, job)
         steps = engine.global_steps
-        if passed in ("engine", "trained"):
-            ucp.save(engine, None, job["topology"] or None, Path(job["out"]) / "store")
+        if passed in ("engine", "trained") and not job["patterns"]:
+            like = job["checkpoint"] if job["topology"] else None
+            ucp.save(engine, None, job["topology"] or None, Path(job["out"]) / "store", like=like)
         told = {"universal_checkpoint_info": checkpoint_info(case.tensor_parallel_size)} if case.kind == "3d" else {}
         engine.save_checkpoint(Path(job["out"]) / "saved", client_state=told)
         after = train._steps(run, 5)

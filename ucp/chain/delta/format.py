@@ -272,20 +272,34 @@ def _list_unchecked(states: Mapping[tuple[str, str], StateIndex]) -> Iterator[st
 def _list_records(
     base: Index, deltas: Sequence[Delta], states: Mapping[tuple[str, str], StateIndex]
 ) -> Iterator[Record]:
-    """The checksums that `ucp delta` recorded of frames, and of tensors of the full version that are stored whole."""
+    """The checksums that `ucp delta` recorded of frames, and of tensors of the full version that are stored whole.
+
+    Raises MalformedError if the full version records others.
+    """
     for delta in deltas:
         crcs = {} if delta.listed is None else delta.listed.frames
         for label, patch in delta.patches.items():
             if label in crcs:
                 yield _record(label, patch.frame, crcs[label])
     crcs = {} if deltas[0].listed is None else deltas[0].listed.base
-    summed = {record.path for record in base.records}
+    recorded = {(record.path, record.offset, record.nbytes): record.crc32 for record in base.records if crcs}
+    summed = {path for path, _, _ in recorded}
+    wrong = []
     for label, crc in crcs.items():
         key = _find_state(label, base, states)
         taken = [piece.ref for piece in states[key].fragments if not piece.replica] if key else []
         for ref in taken if len(taken) == 1 else ():
-            if isinstance(ref, TensorRef) and _is_plain(ref) and ref.path not in summed:
+            if not isinstance(ref, TensorRef) or not _is_plain(ref):
+                continue
+            if ref.path not in summed:
                 yield _record(f"{label} of the version that {deltas[0].folder.name} was made from", ref, crc)
+            elif recorded.get((ref.path, ref.offset, ref.nbytes), crc) != crc:
+                wrong.append(label)
+    if wrong:
+        raise MalformedError(
+            f"expected {base.path} to be the version that {deltas[0].folder} was made from; its checksums of these "
+            f"tensors differ:\n{format_list(wrong)}\nMake the delta again, or copy the right base"
+        )
 
 
 def _is_plain(ref: TensorRef) -> bool:

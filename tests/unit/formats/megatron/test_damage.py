@@ -7,7 +7,6 @@ import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,35 +14,19 @@ import torch
 from ucp_formats.megatron.source import MegatronFormat
 
 import ucp
+from tests.golden.truth import FIXTURES as KEPT
+from tests.golden.truth import load_stubbed
 from ucp.conversion.prepare import SilentObserver
 from ucp.core.gaps import check_cover
 from ucp.core.index import WEIGHT, Index
 from ucp.errors import CoverError, MalformedError, MissingFileError, UnsupportedError
 from ucp.transfer.compare import find_drift
 
-FIXTURES = Path(__file__).parents[4] / "fixtures" / "megatron"
+FIXTURES = KEPT / "megatron"
 DIST = "llama-tp2-pp2-dp2-full"
 FC2 = "decoder.layers.mlp.linear_fc2.weight"
 NORM = "decoder.layers.0.input_layernorm.weight"
 FULL = ("param", "exp_avg", "exp_avg_sq")
-
-
-class StandIn:
-    """Any class of Megatron, which is not there."""
-
-    def __init__(self, *values: object) -> None:
-        self.values = values
-
-
-class Unpickler(pickle.Unpickler):
-    """Unpickles what Megatron saved, without Megatron."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        return StandIn if module.startswith("megatron") else super().find_class(module, name)
-
-
-def load(file: Path) -> Any:
-    return torch.load(file, weights_only=False, pickle_module=SimpleNamespace(Unpickler=Unpickler, __name__="pickle"))
 
 
 def read(folder: Path) -> Index:
@@ -69,7 +52,7 @@ def change_metadata(root: Path, change: Callable[[Any], None]) -> None:
 
 
 def change_common(root: Path, **arguments: object) -> None:
-    common = load(root / "common.pt")
+    common = load_stubbed(root / "common.pt")
     for key, value in arguments.items():
         setattr(common["args"], key, value)
     torch.save(common, root / "common.pt")
@@ -194,7 +177,7 @@ def test_a_parameter_without_any_state_is_frozen(damaged: Callable[..., Path]) -
 def test_a_legacy_parameter_that_lacks_a_state_of_others(damaged: Callable[..., Path]) -> None:
     root = damaged("llama-tp2-torch-fused")
     file = root / "mp_rank_01" / "model_optim_rng.pt"
-    saved = load(file)
+    saved = load_stubbed(file)
     del saved["optimizer"]["optimizer"]["state"][2]["exp_avg"]
     torch.save(saved, file)
     with pytest.raises(MalformedError, match=r"1 parameter .*\n  .*, of mp_rank_01: exp_avg\n"):
@@ -255,7 +238,7 @@ def test_a_tracker_that_names_no_iteration_is_noted(damaged: Callable[..., Path]
 
 def change_rank(root: Path, change: Callable[[Any], None]) -> None:
     file = root / "mp_rank_01" / "model_optim_rng.pt"
-    saved = load(file)
+    saved = load_stubbed(file)
     change(saved)
     torch.save(saved, file)
 

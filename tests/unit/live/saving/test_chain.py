@@ -163,3 +163,91 @@ def test_expert_parallel_ranks_save_experts_in_turn(tmp_path: Path) -> None:
     checkpoint = ucp.open(tmp_path)
     assert checkpoint.read("moe.router.weight")[0, 0].item() == 102
     assert [checkpoint.read(f"moe.experts.{n}.weight")[0, 0].item() for n in range(EXPERTS)] == [1, 2, 11, 2]
+
+
+def save_experts(chain: Path, step: int, keep: int | None = None, *, k: int = 1, full: bool = False) -> None:
+    plan = ucp.Full() if full else ucp.PartialExperts(k)
+    ucp.save(make_moe(step), None, None, chain / f"step{step}", step=step, plan=plan, chain=True, keep=keep)
+
+
+def steps_of(chain: Path) -> list[int]:
+    """Listed links, which are the folders that are there."""
+    steps = [link["iteration"] for link in json.loads((chain / "chain.json").read_text())["links"]]
+    folders = {path.name for path in chain.iterdir()}
+    assert folders == {"chain.json", *(f"step{step}" for step in steps)}
+    return steps
+
+
+def test_links_that_no_restore_point_needs_are_removed(tmp_path: Path) -> None:
+    for step in range(6):
+        ucp.save(make_model(step), None, None, tmp_path / f"step{step}", step=step, chain=True, keep=2)
+    assert steps_of(tmp_path) == [4, 5]
+    assert ucp.open(tmp_path, at=4).read("weight")[0, 0].item() == 4
+    for keep, chain in ((0, True), (1, False), (True, True)):
+        with pytest.raises(UsageError):
+            ucp.save(make_model(9), None, None, tmp_path / "step9", step=9, chain=chain, keep=keep)
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_links_of_some_experts_stay_as_long_as_one_needs_them(keep: int, tmp_path: Path) -> None:
+    """The full link goes once four links hold an expert each; then each new one replaces the oldest."""
+    save_experts(tmp_path, 0, full=True)
+    for step in range(1, 12):
+        save_experts(tmp_path, step, keep)
+        oldest = max(step - keep + 1, 0)
+        first = 0 if oldest < EXPERTS else oldest - EXPERTS + 1
+        assert steps_of(tmp_path) == list(range(first, step + 1))
+        for at in range(oldest, step + 1):  # every kept point reads as if nothing had been removed
+            checkpoint = ucp.open(tmp_path, at=at)
+            read = [checkpoint.read(f"moe.experts.{n}.weight")[0, 0].item() for n in range(EXPERTS)]
+            assert sorted(read) == [max(at - n, 0) for n in reversed(range(EXPERTS))]
+            assert checkpoint.read("moe.router.weight")[0, 0].item() == at
+        if first:
+            with pytest.raises(UsageError):
+                ucp.open(tmp_path, at=oldest - 1)
+
+
+def test_a_link_that_no_save_wrote_stays(tmp_path: Path) -> None:
+    save(tmp_path / "chain", 1)
+    ucp.convert(tmp_path / "chain" / "step1", tmp_path / "chain" / "step2", to="ucp")
+    ucp.convert(tmp_path / "chain" / "step1", tmp_path / "elsewhere", to="ucp")
+    links = [{"path": "step2", "iteration": 1}, {"path": str(tmp_path / "elsewhere"), "iteration": 2}]
+    (tmp_path / "chain" / "chain.json").write_text(json.dumps({"version": 1, "links": links[:1]}))
+    ucp.save(make_model(5), None, None, tmp_path / "chain" / "step5", step=5, chain=True, keep=1)
+    listed = json.loads((tmp_path / "chain" / "chain.json").read_text())["links"]
+    assert [link["path"] for link in listed] == ["step2", "step5"]
+    assert (tmp_path / "chain" / "step1").is_dir()  # which is not listed
+
+
+def test_a_kill_while_links_are_removed_leaves_what_the_points_need(tmp_path: Path) -> None:
+    chain = tmp_path / "chain"
+    save_experts(chain, 0, full=True)
+    for step in range(1, 5):
+        save_experts(chain, step)
+    shutil.copytree(chain, tmp_path / "start")
+    for number in range(200):
+        shutil.rmtree(chain)
+        shutil.copytree(tmp_path / "start", chain)
+        with pytest.MonkeyPatch.context() as patched:
+            changes = kill_at(number, patched)
+            with suppress(KilledError):
+                save_experts(chain, 5, 1)
+            total = changes()
+        checkpoint = ucp.open(chain)
+        step = checkpoint.step
+        assert step in (4, 5)
+        read = [checkpoint.read(f"moe.experts.{n}.weight")[0, 0].item() for n in range(EXPERTS)]
+        assert sorted(read) == list(range(step - 3, step + 1))
+        if total <= number:
+            break
+    assert 20 < total < 200
+    assert steps_of(chain) == [2, 3, 4, 5]
+
+
+def test_windows_stay_whole(tmp_path: Path) -> None:
+    operators = ("moe.router", *(f"moe.experts.{n}" for n in range(EXPERTS)))
+    plan = ucp.SparseWindow((operators[:2], operators[2:4], operators[4:]))
+    for step in range(1, 9):
+        path, extras = tmp_path / f"step{step}", {"clip_norm": None}
+        ucp.save(make_moe(step), None, None, path, step=step, plan=plan, chain=True, extras=extras, keep=1)
+    assert steps_of(tmp_path) == [4, 5, 6, 7, 8]  # a whole window, and the one that is being saved

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -98,3 +100,50 @@ def test_all_ranks_raise_what_made_one_fail(tmp_path: Path, monkeypatch: pytest.
         assert isinstance(error, DestinationError)
         assert "7 bytes" in str(error)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_that_writes_nothing_more_is_taken_for_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_on_rank_0(root: Path, rank: int, *arguments: object) -> int:
+        return 0 if rank else write_part(root, rank, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("ucp.saving.job.write_part", write_on_rank_0)
+    monkeypatch.setattr("ucp.saving.job._IDLE_SECONDS", 0.3)
+
+    def save(ranks: ThreadRanks) -> ucp.SaveReport:
+        handle = ucp.save(make_model(1), None, "dp=2", tmp_path / "run", process_group=ranks, asynchronous=True)
+        return handle.wait()
+
+    for error in run_threads(2, save):
+        assert isinstance(error, DestinationError)
+        assert "[1]" in str(error)
+    assert not (tmp_path / "run").exists()
+
+
+SCRIPT = """
+import sys, time
+import torch
+import ucp, ucp.saving.job as job
+from ucp.saving.part import write_part
+
+class Alone:
+    '''Rank 0 of a run whose other rank has died.'''
+    rank, count, device = 0, int(sys.argv[2]), torch.device("cpu")
+    def share(self, value): return [value] * self.count
+    def swap(self, parts): raise AssertionError
+    def gather(self, part, gathered, members): raise AssertionError
+
+def write_late(*arguments):
+    time.sleep(0.5)
+    return write_part(*arguments)
+
+job.write_part, job._IDLE_AT_EXIT = write_late, 1.0
+ucp.save(torch.nn.Linear(2, 2), None, f"dp={sys.argv[2]}", sys.argv[1], process_group=Alone(), asynchronous=True)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_program_that_does_not_wait_ends_with_a_store_or_with_an_error(ranks: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "run"), str(ranks)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (tmp_path / "run").exists() is (ranks == 1), finished.stderr
+    assert ("DestinationError" in finished.stderr) is (ranks == 2), finished.stderr

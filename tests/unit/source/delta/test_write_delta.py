@@ -123,6 +123,16 @@ class TestWrongBases:
         problems = ucp.verify(delta).problems
         assert any("b/weight: expected xxh3-128" in problem for problem in problems), "b has no patch"
 
+    def test_a_store_of_another_version_is_refused(self, models: list[Path], tmp_path: Path) -> None:
+        """Its checksums are right, and are not those of the base."""
+        base = tmp_path / "weight_v000000"
+        ucp.convert(models[0], base)
+        delta = ucp.delta(base, models[1], tmp_path / "weight_v000001").path
+        assert ucp.verify(delta).ok
+        ucp.convert(models[2], base, overwrite=True)
+        with pytest.raises(MalformedError, match=r"weight_v000000(?s:.*)weight_v000001"):
+            ucp.open(delta)
+
     def test_a_delta_of_another_version_of_that_number_is_refused(self, models: list[Path], tmp_path: Path) -> None:
         for name in ("x", "y"):
             ucp.delta(models[0], models[1 if name == "x" else 2], tmp_path / name / "weight_v000001")

@@ -1,0 +1,1 @@
+"""Checkpoints over time: saves, chains, deltas and experts."""
