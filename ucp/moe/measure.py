@@ -22,8 +22,7 @@ from ucp.core.slices import Locator, block_ranges, resolve
 from ucp.core.target import Slice, full_slice
 from ucp.io.elements import viewed, widened
 from ucp.moe.layers import ExpertLayer, Role
-from ucp.transfer.compare import run_stage
-from ucp.transfer.gather import Gatherer
+from ucp.transfer.gather import Gatherer, ThreadedReader
 from ucp.transfer.plan.tasks import BLOCK, bundle
 from ucp.transfer.plan.tiles import split_blocks
 
@@ -116,9 +115,12 @@ def measure(index: Index, layers: Sequence[ExpertLayer], observer: Observer, *, 
         observer.advance(sum(part.nbytes for part in parts))
 
     params = {tensor.param for layer in layers for _, _, _, tensor in layer.tensors()}
-    nbytes = sum(index.atoms[param].nbytes for param in params)
-    parts = bundle(_list_parts(index, layers), limit=BLOCK)
-    run_stage(parts, measure_batch, threads, observer, title="experts", nbytes=nbytes)
+    observer.begin(title="experts", nbytes=sum(index.atoms[param].nbytes for param in params))
+    try:
+        with ThreadedReader(threads) as reader:
+            reader.run_all(bundle(_list_parts(index, layers), limit=BLOCK), measure_batch)
+    finally:
+        observer.end()
     return measures
 
 
