@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from ucp.api import (  # ucp.open is the name users look for
     PlanReport,
     add_to_chain,
+    advise,
     convert,
     delta,
     diff,
@@ -37,6 +38,7 @@ from ucp.errors import UcpError
 
 if TYPE_CHECKING:
     from ucp import replay
+    from ucp.advice.report import AdviceReport
     from ucp.chain.delta.write import DeltaReport
     from ucp.checks.verify import DiffReport, VerifyReport
     from ucp.conversion.convert import ConvertReport
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     __version__: str
 else:
     _PLACES = {
+        "AdviceReport": "ucp.advice.report",
         "Atom": "ucp.live.checkpoint",
         "Checkpoint": "ucp.live.checkpoint",
         "ConvertReport": "ucp.conversion.convert",
@@ -91,6 +94,7 @@ else:
 
 
 __all__ = [
+    "AdviceReport",
     "Atom",
     "Box",
     "Checkpoint",
@@ -111,6 +115,7 @@ __all__ = [
     "UcpError",
     "VerifyReport",
     "add_to_chain",
+    "advise",
     "convert",
     "delta",
     "densify",
