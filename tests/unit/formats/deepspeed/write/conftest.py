@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ucp.contract.registry import engine
 from ucp.contract.protocols import Target
+from ucp.contract.registry import engine
 from ucp.core.index import Extra, Index, Kind, ParamGroup, StateIndex
 from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.tensor import DType, TensorRef
