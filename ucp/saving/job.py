@@ -79,8 +79,10 @@ class SaveJob:
             try:
                 collect_links(self.folder.parent, self.keep)
             except (UcpError, OSError) as error:
-                error.add_note(f"{self.folder} is saved and listed; links that it does not need could not be removed")
-                raise
+                raise DestinationError(
+                    f"{self.folder} is saved and listed, but links that are not needed any more could not be removed: "
+                    f"{error}"
+                ) from error
 
     def tell_failure(self, error: BaseException) -> None:
         """Leave the error of this rank for rank 0."""

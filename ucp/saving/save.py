@@ -204,17 +204,19 @@ def save(
     is_sparse = isinstance(plan, SparseWindow)
     holdings = run_together(ranks, lambda: collect_holdings(run, list_modules(model), with_computed=is_sparse))
     facts = ranks.share(replace(holdings.facts(), plan=xxhash.xxh3_64_hexdigest(repr(plan).encode())))
-    layout = mesh.topology or run.state.topology or _find_topology(holdings, ranks.count)
-    step = run.state.step if step is None else step
-    whole = run_together(ranks, lambda: merge_facts(facts, topology=layout, step=step, origin=run.state.origin))
+    framework = run_together(ranks, run.state)
+    layout = mesh.topology or framework.topology or _find_topology(holdings, ranks.count)
+    step = framework.step if step is None else step
+    whole = run_together(ranks, lambda: merge_facts(facts, topology=layout, step=step, origin=framework.origin))
     ep, is_running = mesh.degree("ep"), running is not None
     kept, whole = run_together(
         ranks, lambda: _narrow(plan, whole, folder, links, ep=ep, snapshots=snapshots, is_running=is_running)
     )
     kept_shares = plan_save([[item for item in of_rank.items if kept.holds(item, of_rank)] for of_rank in facts])
     shares = [[item for item in share if item.param in whole.atoms] for share in kept_shares]
-    framework = run.state.extras
-    rank_extras = run_together(ranks, lambda: list(_collect_extras(scheduler, scaler, extras, framework, ranks.rank)))
+    rank_extras = run_together(
+        ranks, lambda: list(_collect_extras(scheduler, scaler, extras, framework.extras, ranks.rank))
+    )
     run_together(ranks, lambda: _check_scalars(plan, rank_extras) if ranks.rank == 0 else None)
     is_listed = links is None or str(folder) in [link.path for link in links]
     if running is None:
