@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from ucp.api import (  # ucp.open is the name users look for
     PlanReport,
     add_to_chain,
+    advise,
     convert,
     delta,
     diff,
@@ -37,6 +38,7 @@ from ucp.errors import UcpError
 
 if TYPE_CHECKING:
     from ucp import replay
+    from ucp.advice.report import AdviceReport
     from ucp.chain.delta.write import DeltaReport
     from ucp.checks.verify import DiffReport, VerifyReport
     from ucp.conversion.convert import ConvertReport
@@ -50,11 +52,13 @@ if TYPE_CHECKING:
     from ucp.saving.plan import Full, PartialExperts
     from ucp.saving.report import SaveReport
     from ucp.saving.save import save
+    from ucp.saving.snapshots import Snapshots
     from ucp.saving.window import SparseWindow
 
     __version__: str
 else:
     _PLACES = {
+        "AdviceReport": "ucp.advice.report",
         "Atom": "ucp.live.checkpoint",
         "Checkpoint": "ucp.live.checkpoint",
         "ConvertReport": "ucp.conversion.convert",
@@ -67,6 +71,7 @@ else:
         "PartialExperts": "ucp.saving.plan",
         "Placement": "ucp.placement.placement",
         "SaveHandle": "ucp.saving.job",
+        "Snapshots": "ucp.saving.snapshots",
         "SaveReport": "ucp.saving.report",
         "SparseWindow": "ucp.saving.window",
         "VerifyReport": "ucp.checks.verify",
@@ -91,6 +96,7 @@ else:
 
 
 __all__ = [
+    "AdviceReport",
     "Atom",
     "Box",
     "Checkpoint",
@@ -106,11 +112,13 @@ __all__ = [
     "PlanReport",
     "SaveHandle",
     "SaveReport",
+    "Snapshots",
     "SparseWindow",
     "Topology",
     "UcpError",
     "VerifyReport",
     "add_to_chain",
+    "advise",
     "convert",
     "delta",
     "densify",

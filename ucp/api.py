@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Literal, Unpack
 
 import ucp  # for return types, which are imported only when an annotation is evaluated
+from ucp.advice.run import Range
 from ucp.chain.staleness import check_staleness
 from ucp.contract.protocols import Observer
 from ucp.contract.registry import add_call_notes
@@ -40,6 +41,7 @@ __all__ = [
     "PlanReport",
     "Survey",
     "add_to_chain",
+    "advise",
     "convert",
     "delta",
     "diff",
@@ -196,6 +198,44 @@ def place(
         tokens, what = loads_of_report(loads)
         notes = (f"the loads are {what} of {loads.path}",)
     return replace(place_experts(tokens, cluster, threshold=threshold, goal=goal), notes=notes)
+
+
+def advise(
+    *,
+    checkpoint: type_path | None = None,
+    trace: type_path | Sequence[float] | None = None,
+    **run: Range | float | str,
+) -> ucp.AdviceReport:
+    """How often to save a run, and how: the share of time that it makes progress, for several ways of saving.
+
+    Parameters
+    ----------
+    checkpoint
+        A checkpoint of the run, for `params_dense`, `params_expert`, `experts` and `moe_layers`.
+    trace
+        Times of failures, in seconds from the start of the run: numbers, or a file with one per line.
+    run
+        Fields of `ucp.advice.run.Run`, and `gpu_memory`, `host_memory`, `disk` (bytes of all GPUs, hosts and disks
+        together) for a memory plan. Numbers, or ranges as text ("2-4"): the report is then a range, too. `iter_time`,
+        `mtbf`, `params_dense` and `bandwidth` are needed.
+
+    Raises
+    ------
+    UsageError
+        Numbers are missing, unknown, or not positive.
+    SourceError
+        The checkpoint or the trace cannot be read.
+
+    The models are those of CheckFreq, Gemini, MoC-System and MoEtion: see docs/how-to/decide-how-often-to-save.md.
+    """
+    from ucp.advice.report import advise as advise_run
+    from ucp.advice.run import count_params
+    from ucp.advice.simulate import parse_trace
+
+    values: dict[str, Range | float | str] = {} if checkpoint is None else {**count_params(inspect(checkpoint))}
+    if isinstance(trace, str | os.PathLike):
+        trace = parse_trace(str(parse_path(trace)))
+    return advise_run({**values, **run}, trace=trace)
 
 
 @takes_options(PlanArguments)

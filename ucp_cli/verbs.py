@@ -19,6 +19,7 @@ SUMMARIES = {
     "chain": "List checkpoints of one run, so that they are read as one.",
     "delta": "Write a checkpoint as patches of another one.",
     "place": "Place experts on GPUs by load, so that lost nodes cost none.",
+    "advise": "Say how often to save a run, and how.",
     "bench": "Measure how fast this machine reads, writes and copies.",
     "patterns": "Show model families, and what their rules say about a checkpoint.",
 }

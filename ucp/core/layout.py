@@ -291,14 +291,14 @@ def _compose_axes(
         inner_pairs = axis.pattern.regions(shape, axis.parts, coords[axis.axis])
         if not inner_pairs:
             return (), (0,) * len(shape)
-        equal, mean = (axis.pattern.overlap is rule for rule in (Overlap.EQUAL, Overlap.MEAN))
+        overlap = axis.pattern.overlap
         deeper = []
         for outer in regions:
             for inner in inner_pairs:
                 pair = inner if number == 0 and inner.global_box.numel else inner.after(outer.pair)
                 if pair is not None:
-                    replica = outer.replica * axis.parts + inner.copy if equal else outer.replica
-                    term = outer.term * axis.parts + inner.copy if mean else outer.term
+                    replica = outer.replica * axis.parts + inner.copy if overlap is Overlap.EQUAL else outer.replica
+                    term = outer.term * axis.parts + inner.copy if overlap is Overlap.MEAN else outer.term
                     deeper.append(ShardRegion(pair, replica, term))
         regions, shape = deeper, _shape_of_regions(inner_pairs)
     return tuple(regions), shape

@@ -283,6 +283,8 @@ def _pair_members(a: object, b: object, step: TreeStep | None) -> Sequence[tuple
         case Stub(), Stub():
             fields = ("args", "kwargs", "state", "has_state", "items", "entries")
             return [(getattr(a, name), getattr(b, name), TreeStep(name, step, is_field=True)) for name in fields]
+        case dict(), dict() if type(a) is dict and a.keys() == b.keys() and set(map(type, (*a, *b))) == {str}:
+            return [(value, b[key], TreeStep(key, step)) for key, value in a.items()]
         case dict(), dict():
             sides = [{_comparable(key): (key, value) for key, value in side.items()} for side in (a, b)]
             extra, other = (getattr(side, "__dict__", {}) for side in (a, b))  # an OrderedDict may carry attributes

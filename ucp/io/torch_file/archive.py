@@ -167,13 +167,14 @@ class _Storages:
         self._prefix = prefix
         self._members = members
         self._offsets = offsets
-        self._known: dict[StorageId, StorageRef] = {}
+        self._known: dict[tuple[str, str, int], StorageRef] = {}
         self._records: dict[str, Record] = {}
 
     def find(self, pid: object) -> StorageRef:
         """Storage of a persistent id. Raises ValueError."""
         storage_id = StorageId.parse(pid)
-        known = self._known.get(storage_id)
+        identity = storage_id.key, storage_id.kind.qualname, storage_id.numel  # quicker to hash than the whole
+        known = self._known.get(identity)
         if known is not None:
             return known
         name = self._prefix + storage_id.key
@@ -184,8 +185,8 @@ class _Storages:
             raise ValueError(f"a storage of {storage_id.nbytes} bytes; the member {name!r} has {member.nbytes}")
         path, offset, nbytes = self._window.file.path, self._window.start + self._offsets[name], member.nbytes
         self._records[name] = Record(path=path, name=name, offset=offset, nbytes=nbytes, crc32=member.crc32)
-        self._known[storage_id] = StorageRef(path=path, offset=offset, nbytes=nbytes, dtype=storage_id.dtype)
-        return self._known[storage_id]
+        known = self._known[identity] = StorageRef(path=path, offset=offset, nbytes=nbytes, dtype=storage_id.dtype)
+        return known
 
     def records(self) -> tuple[Record, ...]:
         """Recorded checksums of the storages found so far, in the order of the file."""

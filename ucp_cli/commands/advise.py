@@ -1,0 +1,76 @@
+"""`ucp advise`: how often to save a run, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from ucp import api
+from ucp.advice.report import to_document
+from ucp.advice.run import Range
+from ucp_cli.options import PATH, as_json, example
+from ucp_cli.pages.render import write, write_json
+
+_HOUR = 3600
+_NUMBERS = {
+    "iter-time": ("S", "Seconds of an iteration."),
+    "mtbf": ("H", "Hours between failures, the mean. With --trace, the trace's by default."),
+    "params-dense": ("N", "Parameters outside experts."),
+    "params-expert": ("N", "Parameters of all experts of all layers."),
+    "experts": ("N", "Experts of a layer."),
+    "moe-layers": ("N", "Layers with experts."),
+    "bandwidth": ("N", "Bytes that all ranks together write to storage per second (`ucp bench`)."),
+    "copy-bandwidth": ("N", "Bytes copied from all GPUs to hosts per second; without it, copies take no time."),
+    "peer-bandwidth": ("N", "Bytes that all hosts copy to one another per second; without it, none do."),
+    "overlap": ("X", "Share of an iteration in which copies do not slow it down.  [default: 0.5]"),
+    "restart": ("S", "Seconds from a failure until loading begins.  [default: 0]"),
+    "weight-nbytes": ("N", "Bytes of a parameter as the model computes with it.  [default: 2]"),
+    "state-nbytes": ("N", "Bytes of its master and moments.  [default: 12]"),
+    "iterations": ("N", "Iterations of the whole run, for lost tokens.  [default: 100000]"),
+    "max-plt": ("X", "Proportion of tokens that experts may lose.  [default: 0.0375]"),
+    "gpu-memory": ("N", "Bytes of all GPUs, for the memory plan; with --host-memory and --disk."),
+    "host-memory": ("N", "Bytes of the memory of all hosts."),
+    "disk": ("N", "Bytes of the disks of all hosts."),
+}
+"""Options with a number or a range."""
+
+
+def takes_numbers(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of `_NUMBERS`."""
+    for name, (metavar, text) in reversed(_NUMBERS.items()):
+        command = click.option(f"--{name}", metavar=metavar, help=text)(command)
+    return command
+
+
+@click.command(
+    "advise",
+    epilog=example(
+        "ucp advise --iter-time 2.9 --mtbf 1-4 --checkpoint ckpt/ --bandwidth 20GB --copy-bandwidth 400GB",
+        "ucp advise --iter-time 2.9 --trace failures.txt --params-dense 2G --params-expert 14G --experts 64 "
+        "--bandwidth 20GB",
+    ),
+)
+@takes_numbers
+@click.option(
+    "--checkpoint", type=PATH, metavar="PATH", help="A checkpoint of the run, for its parameters and experts."
+)
+@click.option("--trace", type=PATH, metavar="FILE", help="Times of failures, seconds from the start, one per line.")
+@as_json
+def command(*, checkpoint: Path | None, trace: Path | None, as_json: bool, **numbers: str | None) -> None:
+    """Say how often to save a run, and how.
+
+    For each way of saving: the best interval, the stall of a save, what a failure costs, and the share of time in which
+    the run makes progress, by a formula and by a simulation of failures. A number may be a range, such as 2-4; the
+    result is then one, too. Numbers may have units: 25GB, 14G.
+    """
+    values: dict[str, Range | float | str] = {name: text for name, text in numbers.items() if text is not None}
+    if "mtbf" in values:
+        hours = Range.parse(values["mtbf"])
+        values["mtbf"] = Range(hours.low * _HOUR, hours.high * _HOUR)
+    report = api.advise(checkpoint=checkpoint, trace=trace, **values)
+    if as_json:
+        write_json(to_document(report))
+    else:
+        write(*report.page())
