@@ -1,6 +1,6 @@
 """How long a run of two ranks stands still for a save: `ucp.save` in the background beside the saves of others.
 
-    python -m tests.bench --case save
+python -m tests.bench --case save
 """
 
 from __future__ import annotations

@@ -89,9 +89,7 @@ def _fsdp(model: nn.Module, data: torch.Tensor, way: str) -> tuple[Wait, Callabl
 
     def by_dcp(folder: Path) -> Wait:
         weights, states = get_state_dict(model, optimizer)
-        saved = dcp.async_save(
-            {"model": weights, "optimizer": states}, checkpoint_id=folder, process_group=group
-        )
+        saved = dcp.async_save({"model": weights, "optimizer": states}, checkpoint_id=folder, process_group=group)
         return saved.result
 
     def by_ucp(folder: Path) -> Wait:
