@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import mean
 
-from ucp.core.index import AtomIndex, Index
+from ucp.core.index import Index
 from ucp.errors import StaleError, format_count, format_list
 from ucp.moe.layers import find_layers
 
@@ -40,7 +40,9 @@ def measure_staleness(index: Index) -> Staleness:
             stale.setdefault(atom.iteration, []).append(name)
     shares = [
         mean(
-            _missed_share(index.atoms[next(iter(tensors.values())).param], newest) for tensors in layer.experts.values()
+            (newest - (newest if atom.iteration is None else atom.iteration)) / max(newest, 1)
+            for tensors in layer.experts.values()
+            for atom in (index.atoms[next(iter(tensors.values())).param],)
         )
         for layer in (find_layers(index.shapes) if stale else ())  # most checkpoints are of one iteration
     ]
@@ -62,10 +64,6 @@ def map_experts(index: Index) -> dict[int, list[float]]:
             row = counts.setdefault(index.step or 0 if atom.iteration is None else atom.iteration, [0] * width)
             row[expert] += 1
     return {iteration: [count / len(layers) for count in counts[iteration]] for iteration in sorted(counts)}
-
-
-def _missed_share(atom: AtomIndex, newest: int) -> float:
-    return 0.0 if atom.iteration is None or not newest else (newest - atom.iteration) / newest
 
 
 def describe_staleness(staleness: Staleness) -> Iterator[str]:
