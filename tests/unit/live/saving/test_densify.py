@@ -194,11 +194,12 @@ def test_without_the_norm_it_is_refused_and_with_another_it_differs(
 
 
 def test_incomplete_windows_and_other_checkpoints(tmp_path: Path) -> None:
-    train(tmp_path / "chain", torch.float32, last=6)
+    train(tmp_path / "chain", torch.float32)
     run = Run(1, torch.float32)
-    ucp.add_to_chain(tmp_path / "gap", [tmp_path / f"chain/step{step}" for step in (2, 4, 5, 6)])
-    with pytest.raises(MissingStateError, match="iteration 2"):
-        ucp.densify(tmp_path / "gap", run.replay, run.model, run.optimizer)
+    for steps in ((2, 4, 5, 6), (2, 6, 10)):  # of the second, each link has another slot
+        ucp.add_to_chain(tmp_path / str(steps), [tmp_path / f"chain/step{step}" for step in steps])
+        with pytest.raises(MissingStateError, match="iteration 2"):
+            ucp.densify(tmp_path / str(steps), run.replay, run.model, run.optimizer)
     with pytest.raises(UsageError, match="ucp"):
         ucp.densify(tmp_path / "chain/step1", run.replay, run.model, run.optimizer)
 
