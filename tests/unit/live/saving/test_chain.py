@@ -46,7 +46,7 @@ def test_links_that_are_exchanged_are_refused(tmp_path: Path) -> None:
         save(tmp_path, step)
     for a, b in ((10, 0), (20, 10), (0, 20)):
         (tmp_path / f"step{a}").rename(tmp_path / f"step{b}")
-    with pytest.raises(MalformedError, match="step10 to be of iteration 10"):
+    with pytest.raises(MalformedError, match=r"step\d0"):
         ucp.open(tmp_path)
 
 
