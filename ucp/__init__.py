@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from ucp.saving.plan import Full, PartialExperts
     from ucp.saving.report import SaveReport
     from ucp.saving.save import save
+    from ucp.saving.snapshots import Snapshots
     from ucp.saving.window import SparseWindow
 
     __version__: str
@@ -70,6 +71,7 @@ else:
         "PartialExperts": "ucp.saving.plan",
         "Placement": "ucp.placement.placement",
         "SaveHandle": "ucp.saving.job",
+        "Snapshots": "ucp.saving.snapshots",
         "SaveReport": "ucp.saving.report",
         "SparseWindow": "ucp.saving.window",
         "VerifyReport": "ucp.checks.verify",
@@ -110,6 +112,7 @@ __all__ = [
     "PlanReport",
     "SaveHandle",
     "SaveReport",
+    "Snapshots",
     "SparseWindow",
     "Topology",
     "UcpError",

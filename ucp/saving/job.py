@@ -79,8 +79,10 @@ class SaveJob:
             try:
                 collect_links(self.folder.parent, self.keep)
             except (UcpError, OSError) as error:
-                error.add_note(f"{self.folder} is saved and listed; links that it does not need could not be removed")
-                raise
+                raise DestinationError(
+                    f"{self.folder} is saved and listed, but links that are not needed any more could not be removed: "
+                    f"{error}"
+                ) from error
 
     def tell_failure(self, error: BaseException) -> None:
         """Leave the error of this rank for rank 0."""
@@ -177,10 +179,16 @@ _PENDING = threading.local()
 
 
 def start(job: SaveJob, ranks: Ranks, report: SaveReport) -> SaveHandle:
-    """Copy everything that the program may change, and write it in the background."""
-    handle = SaveHandle(run_together(ranks, job.snapshot), ranks, report)
+    """Write `job`, a snapshot, in the background."""
+    handle = SaveHandle(job, ranks, report)
     _PENDING.handle = handle
     return handle
+
+
+def find_running(ranks: Ranks) -> SaveHandle | None:
+    """The last background save of this thread, if a rank still writes it. Collective."""
+    handle: SaveHandle | None = getattr(_PENDING, "handle", None)
+    return handle if any(ranks.share(handle is not None and not handle.is_written)) else None
 
 
 def wait_for_pending() -> None:
