@@ -82,6 +82,17 @@ def describe_staleness(staleness: Staleness) -> Iterator[str]:
     )
 
 
+def describe_casts(index: Index) -> Iterator[str]:
+    """A note on the parameters of which a link of a sparse window has only what the model computes with, if any."""
+    if count := sum(atom.is_cast for atom in index.atoms.values()):
+        of_params = format_count(count, "parameter has only the weight", "parameters have only the weights")
+        yield (
+            f"{of_params} with which the model computes: other iterations of the window have their full states. To a "
+            "run that needs weights alone this is exact (--dtype weight=... casts all to one dtype); to resume, replay "
+            "the window (ucp.densify)"
+        )
+
+
 def check_staleness(index: Index, *, exact: bool, max_plt: float | None) -> None:
     """Raise StaleError if parameters of a chain are older than the user allows."""
     if not exact and max_plt is None:

@@ -240,8 +240,8 @@ def _plan(
     """What to load into the model, and what to restore beside it. All ranks decide together."""
     ranks, source = live.ranks, request.names.source
     read = index_of if request.mesh.topology is None else read_with_options  # rules may be for this run only
-    if saved is None:
-        saved = read_once(ranks, request.path, lambda: read(request.path, source=source))
+    is_given = saved is not None
+    saved = saved or read_once(ranks, request.path, lambda: read(request.path, source=source))
     classes = {name: None if value is None else type(value).__name__ for name, value in objects.items()}
     check_agreement(ranks, saved, {**request.agreed, **classes})
     memory = objects.get("snapshots")  # on all ranks or on none
@@ -249,7 +249,7 @@ def _plan(
         saved = memory.overlay(saved, ranks, exact=source.exact)
     clock.lap("index")
     run = run_together(ranks, lambda: describe_run(live))
-    index, hints = rename_to_model(saved, strip_chunks(run.model), request.names, ranks)
+    index, hints = (saved, ()) if is_given else rename_to_model(saved, strip_chunks(run.model), request.names, ranks)
     run = place_run(
         run, index, request.mesh, ranks, options=source, rename=request.options.rename, experts=request.experts
     )
@@ -309,4 +309,5 @@ def _restore_optimizer(decision: Decision) -> None:
             if decision.index.atoms[item.slice.param].is_count(item.state):
                 counts.setdefault(item.name, set()).add(item.state)
     decision.run.optimizer.put(states, {name: frozenset(names) for name, names in counts.items()})
-    decision.run.optimizer.put_hyper(decision.hyper)
+    if decision.hyper:
+        decision.run.optimizer.put_hyper(decision.hyper)

@@ -194,11 +194,12 @@ def test_without_the_norm_it_is_refused_and_with_another_it_differs(
 
 
 def test_incomplete_windows_and_other_checkpoints(tmp_path: Path) -> None:
-    train(tmp_path / "chain", torch.float32, last=6)
+    train(tmp_path / "chain", torch.float32)
     run = Run(1, torch.float32)
-    ucp.add_to_chain(tmp_path / "gap", [tmp_path / f"chain/step{step}" for step in (2, 4, 5, 6)])
-    with pytest.raises(MissingStateError, match="iteration 2"):
-        ucp.densify(tmp_path / "gap", run.replay, run.model, run.optimizer)
+    for steps in ((2, 4, 5, 6), (2, 6, 10)):  # of the second, each link has another slot
+        ucp.add_to_chain(tmp_path / str(steps), [tmp_path / f"chain/step{step}" for step in steps])
+        with pytest.raises(MissingStateError, match="iteration 2"):
+            ucp.densify(tmp_path / str(steps), run.replay, run.model, run.optimizer)
     with pytest.raises(UsageError, match="ucp"):
         ucp.densify(tmp_path / "chain/step1", run.replay, run.model, run.optimizer)
 
@@ -232,3 +233,29 @@ def test_clip_is_that_of_torch(dtype: torch.dtype) -> None:
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours, theirs, strict=True))
     ucp.replay.clip(ours, 0.1, None)
     assert torch.equal(ours[0].grad, theirs[0].grad)
+
+
+def test_ranks_that_keep_what_they_hold_only_take_part(tmp_path: Path) -> None:
+    train(tmp_path, torch.bfloat16, last=4)
+    run, steps = Run(3, torch.bfloat16), []
+    run.backward(1)
+    run.update()
+    before = run.states()
+    options = {"masters": run.masters, "scheduler": run.scheduler, "keep": True}
+    ucp.densify(tmp_path, lambda *step: steps.append(step[:2]), run.model, run.optimizer, **options)
+    assert steps == [(3, frozenset()), (4, frozenset())]
+    assert list_differing(run, before) == []
+
+
+def test_a_log_keeps_copies_until_they_are_dropped() -> None:
+    log, sent = ucp.replay.StageLog(), torch.ones(3)
+    for iteration in (4, 5):
+        assert log.keep(sent, iteration=iteration, micro=0, to="next") is sent
+    sent.zero_()
+    assert torch.equal(log.get(iteration=4, micro=0, to="next"), torch.ones(3))
+    assert log.nbytes == 24
+    log.forget(before=5)
+    assert log.nbytes == 12
+    for wrong in ({"iteration": 4}, {"micro": 1}, {"to": "previous"}):
+        with pytest.raises(MissingStateError, match="5 to 5"):
+            log.get(**{"iteration": 5, "micro": 0, "to": "next", **wrong})

@@ -160,6 +160,7 @@ def test_the_first_link_has_the_weights_of_its_iteration(tmp_path: Path) -> None
     save_links(tmp_path / "chain", range(1, 3))
     ucp.convert(tmp_path / "chain/step1", tmp_path / "weights", dtypes={"weight": "bfloat16"}, verify=True)
     weights = ucp.open(tmp_path / "weights")
+    assert any("2 parameters have only" in note for note in ucp.inspect(tmp_path / "chain/step1").notes)
     assert {weights.read(name)[0, 0].item() for name in SLOT_OF} == {1}
     model = Moe()
     with pytest.raises(ucp.UcpError, match=r"emb\.weight"):  # not to be resumed from

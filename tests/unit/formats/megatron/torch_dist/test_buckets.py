@@ -1,4 +1,4 @@
-"""Parameters of equal contents in the buckets of several pipeline stages."""
+"""Parameters of equal contents in the buckets of several pipeline stages, some of them frozen."""
 
 from __future__ import annotations
 
@@ -65,15 +65,6 @@ class Run:
 def starts(found: DistStates, name: str) -> list[int]:
     """Offsets of the masters of a parameter in the file."""
     return [piece.ref.offset for piece in found.fragments[name][WEIGHT]]
-
-
-@pytest.mark.parametrize("turned", [False, True])
-def test_norms_at_the_edges_of_stages_are_told_by_the_other_stages(tmp_path: Path, turned: bool) -> None:
-    run = Run(tmp_path)
-    buckets = [run.bucket(0, ["n0", "w0", "n1", "w1"]), run.bucket(1, ["n2", "w2", "n3", "w3"])]
-    found = run.place(*(reversed(buckets) if turned else buckets))
-    for name, stage, at in (("n0", 0, 3), ("n1", 0, 1), ("n2", 1, 3), ("n3", 1, 1)):
-        assert starts(found, name) == [buckets[stage].states[MASTER].ranges[at].ref.offset]
 
 
 def test_a_frozen_norm_that_leaves_a_choice_is_refused(tmp_path: Path) -> None:
