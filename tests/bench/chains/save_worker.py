@@ -1,9 +1,9 @@
-"""One rank of `tests.bench.chains.save`: trains, saves every few steps in one WAY, and says how long the run stood still.
+"""One rank of `tests.bench.chains.save`: trains, saves every few steps in one WAY, and says how long it stood still.
 
 torchrun --nproc-per-node 2 tests/bench/chains/save_worker.py WAY SAVES OUT
 
-"Stall": seconds from the call until the program can go on, of the slowest rank. "Slower": seconds that the steps between
-two saves took longer than without saves, because writing takes processor time from training.
+"Stall": seconds from the call until the program can go on, of the slowest rank. "Slower": seconds that the steps
+between two saves took longer than without saves, because writing takes processor time from training.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
     way, saves, out = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     torch.manual_seed(0)
     distributed.init_process_group("gloo")
-    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    rank = distributed.get_rank()
     blocks = [nn.TransformerEncoderLayer(WIDTH, 8, 4 * WIDTH, dropout=0.0, batch_first=True) for _ in range(LAYERS)]
     model = nn.Sequential(*blocks)
     data = torch.randn(1, 64, WIDTH)
