@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, overload
 
@@ -208,10 +209,8 @@ def save(
     layout = mesh.topology or framework.topology or _find_topology(holdings, ranks.count)
     step = framework.step if step is None else step
     whole = run_together(ranks, lambda: merge_facts(facts, topology=layout, step=step, origin=framework.origin))
-    ep, is_running = mesh.degree("ep"), running is not None
-    kept, whole = run_together(
-        ranks, lambda: _narrow(plan, whole, folder, links, ep=ep, snapshots=snapshots, is_running=is_running)
-    )
+    narrow = partial(_narrow, plan, whole, folder, links, ep=layout.ep, snapshots=snapshots)
+    kept, whole = run_together(ranks, lambda: narrow(is_running=running is not None))
     kept_shares = plan_save([[item for item in of_rank.items if kept.holds(item, of_rank)] for of_rank in facts])
     shares = [[item for item in share if item.param in whole.atoms] for share in kept_shares]
     rank_extras = run_together(

@@ -19,7 +19,7 @@ from torch import nn
 import ucp
 from tests.unit.live.threads import ThreadRanks
 from tests.unit.live.threads import run as run_threads
-from ucp.errors import DestinationError, UsageError
+from ucp.errors import DestinationError, MalformedError, UsageError
 
 
 def make_model(value: float) -> nn.Module:
@@ -39,6 +39,15 @@ def test_every_save_is_a_link(tmp_path: Path) -> None:
     assert links == [{"path": "step10", "iteration": 10}, {"path": "step20", "iteration": 20}]
     assert ucp.open(tmp_path / "chain").read("weight")[0, 0].item() == 20
     assert ucp.open(tmp_path / "chain", at=15).read("weight")[0, 0].item() == 10
+
+
+def test_links_that_are_exchanged_are_refused(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save(tmp_path, step)
+    for a, b in ((10, 0), (20, 10), (0, 20)):
+        (tmp_path / f"step{a}").rename(tmp_path / f"step{b}")
+    with pytest.raises(MalformedError, match=r"step\d0"):
+        ucp.open(tmp_path)
 
 
 def test_a_link_is_newer_than_the_last_and_has_a_step(tmp_path: Path) -> None:
