@@ -237,6 +237,7 @@ def train(pp: int, out: Path) -> None:
     for name, dtype in DTYPES.items():
         truth = save_windows(Run(pp, dtype, 0), name, out, LAST)
         torch.save(truth, out / f"truth-{name}-{dist.get_rank()}.pt")
+    dist.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
