@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ucp
+from ucp.saving.job import SaveJob
 
 WIDTH, STEPS = 2048, 10
 Wait = Callable[[], object]
@@ -50,6 +52,13 @@ def main() -> None:
         model(data).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+    has_trained, write = threading.Event(), SaveJob.write
+
+    def hold_write(job: SaveJob) -> None:
+        """Write after the model has changed."""
+        has_trained.wait()
+        write(job)
 
     def by_torch(path: Path) -> Wait:
         with path.open("wb") as file:
@@ -78,11 +87,15 @@ def main() -> None:
             path = folder / f"{title}-{number}"
             is_checked = save is by_ucp and number == asked.saves - 1
             states = copy_states(model, optimizer) if is_checked else {}
+            if is_checked:
+                SaveJob.write = hold_write  # type: ignore[method-assign]
             _wait_for(asked.device)
+            has_trained.clear()
             began = time.perf_counter()
             wait = save(path)
             stalls.append(time.perf_counter() - began)
             slower.append(STEPS * (_time(step, asked.device) - plain))
+            has_trained.set()
             wait()
             written.append(time.perf_counter() - began)
             if is_checked:
