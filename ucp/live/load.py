@@ -309,4 +309,5 @@ def _restore_optimizer(decision: Decision) -> None:
             if decision.index.atoms[item.slice.param].is_count(item.state):
                 counts.setdefault(item.name, set()).add(item.state)
     decision.run.optimizer.put(states, {name: frozenset(names) for name, names in counts.items()})
-    decision.run.optimizer.put_hyper(decision.hyper)
+    if decision.hyper:
+        decision.run.optimizer.put_hyper(decision.hyper)

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, overload
 
@@ -190,8 +191,7 @@ def save(
     began = time.perf_counter()
     ranks = find_ranks(process_group, _find_device(model))
     running = None if snapshots is None else find_running(ranks)
-    if running is None:
-        wait_for_pending()
+    earlier = wait_for_pending() if running is None else None
     folder, mesh = run_together(ranks, lambda: (_parse_folder(path), parse_mesh(topology, ranks.rank, ranks.count)))
     live = LiveRequest(model=model, optimizer=unwrap_optimizer(optimizer), mesh=mesh, ranks=ranks, masters=masters)
     run_together(ranks, lambda: _check_options(plan, keep, snapshots, chain=chain, asynchronous=asynchronous))
@@ -208,10 +208,8 @@ def save(
     layout = mesh.topology or framework.topology or _find_topology(holdings, ranks.count)
     step = framework.step if step is None else step
     whole = run_together(ranks, lambda: merge_facts(facts, topology=layout, step=step, origin=framework.origin))
-    ep, is_running = mesh.degree("ep"), running is not None
-    kept, whole = run_together(
-        ranks, lambda: _narrow(plan, whole, folder, links, ep=ep, snapshots=snapshots, is_running=is_running)
-    )
+    narrow = partial(_narrow, plan, whole, folder, links, ep=layout.ep, snapshots=snapshots)
+    kept, whole = run_together(ranks, lambda: narrow(is_running=running is not None))
     kept_shares = plan_save([[item for item in of_rank.items if kept.holds(item, of_rank)] for of_rank in facts])
     shares = [[item for item in share if item.param in whole.atoms] for share in kept_shares]
     rank_extras = run_together(
@@ -242,10 +240,12 @@ def save(
         seconds=0.0,
     )
     if asynchronous:
-        copied = run_together(ranks, replace(job, run=kept, share=kept_shares[ranks.rank]).snapshot)
+        to_keep = replace(job, run=kept, share=kept_shares[ranks.rank])
+        copied = run_together(ranks, lambda: to_keep.snapshot(earlier))
         if snapshots is not None:
             snapshots.keep(copied, whole.atoms if running is None else ())
-        return running or start(replace(job, tensors=copied.tensors, extras=copied.extras), ranks, report)
+        job = replace(job, tensors=copied.tensors, extras=copied.extras)
+        return running or start(job, ranks, report, is_kept=snapshots is not None)
     run_together(ranks, job.write)
     run_together(ranks, lambda: job.finish() if ranks.rank == 0 else None)
     return replace(report, seconds=time.perf_counter() - began)
