@@ -51,3 +51,10 @@ def test_one_stage_is_replayed_from_what_the_other_sent(tmp_path: Path) -> None:
             assert result["differing"] == []
             assert result["at the end"] == []
             assert result["logged"] > result["logged at last"] > 0
+
+
+def test_shards_of_a_model_are_replayed(tmp_path: Path) -> None:
+    replayed = run_ranks("shards", 1, tmp_path)
+    assert replayed.returncode == 0, replayed.stderr[-4000:]
+    for rank in range(2):
+        assert json.loads((tmp_path / f"shards-{rank}.json").read_text()) == [{"trained": [4, 8], "differing": 0}]
