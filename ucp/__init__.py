@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from ucp.saving.report import SaveReport
     from ucp.saving.save import save
     from ucp.saving.window import SparseWindow
+    from ucp.streaming.stream import Stream, stream
 
     __version__: str
 else:
@@ -76,6 +77,8 @@ else:
         "densify": "ucp.replay.densify",
         "load_into": "ucp.live.load",
         "save": "ucp.saving.save",
+        "Stream": "ucp.streaming.stream",
+        "stream": "ucp.streaming.stream",
     }
 
     def __getattr__(name: str) -> object:
@@ -111,6 +114,7 @@ __all__ = [
     "SaveHandle",
     "SaveReport",
     "SparseWindow",
+    "Stream",
     "Topology",
     "UcpError",
     "VerifyReport",
@@ -128,6 +132,7 @@ __all__ = [
     "plan",
     "replay",
     "save",
+    "stream",
     "verify",
 ]
 
