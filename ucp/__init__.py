@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from ucp.saving.plan import Full, PartialExperts
     from ucp.saving.report import SaveReport
     from ucp.saving.save import save
+    from ucp.saving.snapshots import Snapshots
     from ucp.saving.window import SparseWindow
     from ucp.streaming.stream import Stream, stream
 
@@ -71,6 +72,7 @@ else:
         "PartialExperts": "ucp.saving.plan",
         "Placement": "ucp.placement.placement",
         "SaveHandle": "ucp.saving.job",
+        "Snapshots": "ucp.saving.snapshots",
         "SaveReport": "ucp.saving.report",
         "SparseWindow": "ucp.saving.window",
         "VerifyReport": "ucp.checks.verify",
@@ -113,6 +115,7 @@ __all__ = [
     "PlanReport",
     "SaveHandle",
     "SaveReport",
+    "Snapshots",
     "SparseWindow",
     "Stream",
     "Topology",

@@ -21,7 +21,7 @@ LLAMA = FIXTURES / "megatron/llama-tp2-pp2-dp2-full/checkpoint"
         (["patterns", "check", LLAMA, "--family", "gpt"], "family 'gpt': "),
         (["plan", ZERO3, "--to", "deepspeed", "--tag", "a/../b"], "part '..' cannot"),
         (["plan", ZERO3, "--to", "deepspeed", "--tag", ""], "a tag such"),
-        (["plan", ZERO3, "--to", "megatron", "--topology", "tp=1"], "known family"),
+        (["plan", ZERO3, "--to", "megatron", "--topology", "tp=1"], "model family has"),
         (["plan", LLAMA, "--megatron-format", "torch"], "got 'torch', which"),
         (["plan", ZERO3, "--to", "deepspeed", "--layout", "packed"], "drop --layout"),
     ],

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 EXPERTS = 4
 
 
-def _save(chain: Path, seed: int, plans: list[ucp.Full | ucp.PartialExperts]) -> None:
+def _save(chain: Path, seed: int, plans: list[ucp.Full | ucp.PartialExperts | ucp.SparseWindow]) -> None:
     """A link for each plan, of a model on two ranks that share its experts."""
     import torch
 
@@ -41,7 +41,10 @@ def _save(chain: Path, seed: int, plans: list[ucp.Full | ucp.PartialExperts]) ->
             random.seed(seed)
             np.random.seed(seed)
             torch.manual_seed(seed)
-            report = ucp.save(model, optimizer, "dp=2,ep=2", path, plan=plan, chain=True, process_group=ranks)
+            extras = {"clip_norm": 1.0, "data": [step, seed]}
+            report = ucp.save(
+                model, optimizer, "dp=2,ep=2", path, plan=plan, extras=extras, chain=True, process_group=ranks
+            )
             paths.append(report.path)
         return paths
 
@@ -64,6 +67,17 @@ def _make_model(experts: int) -> nn.Module:
 def make_experts(folder: Path, seed: int) -> None:
     """A chain as `ucp.save` leaves it: a full link, then some experts at a time."""
     _save(folder, seed, [ucp.Full(), *(ucp.PartialExperts(1) for _ in range(3))])
+
+
+def make_sparse(folder: Path, seed: int) -> None:
+    """A sparse window and a part of the next, as `ucp.save` leaves them."""
+    experts = [f"moe.experts.{number}" for number in range(EXPERTS)]
+    _save(folder, seed, [ucp.SparseWindow(((*experts[:2], "embed"), ("moe.router", *experts[2:])))] * 3)
+
+
+def make_store(folder: Path, seed: int) -> None:
+    """A single save of all ranks."""
+    _save(folder, seed, [ucp.Full()])
 
 
 def make_mixed(folder: Path, seed: int) -> None:
@@ -101,6 +115,8 @@ Recipe = Callable[[Path, int], None]
 
 RECIPES: tuple[tuple[Recipe, str], ...] = (
     (make_experts, ""),
+    (make_sparse, ""),
+    (make_store, "step1"),
     (make_mixed, ""),
     (make_delta, "weight_v000002"),
     (make_stack, "weight_v000003"),

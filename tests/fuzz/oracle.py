@@ -97,7 +97,7 @@ def contents(store: Path) -> Contents:
     found: dict[tuple[str, ...], str] = {("step",): repr(document["step"])}
     for name, atom in document["atoms"].items():
         found["parameter", name] = f"{atom['kind']} {atom['shape']} {atom.get('model_dtype')}"
-        found["iteration", name] = str(atom.get("iteration"))
+        found["iteration", name] = f"{atom.get('iteration')} {atom.get('cast')}"
         for state, own in atom["states"].items():
             value = own["xxh3"] if "xxh3" in own else [piece[-1] for piece in own["pieces"]]
             found["state", name, state] = f"{own['dtype']} {own['shape']} {value}"

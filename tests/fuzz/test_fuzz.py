@@ -19,7 +19,7 @@ from tests.fuzz.trial import Fuzzer
 OK_VERIFY = Attempt(verb="verify")
 ERROR_DIFF = Attempt(verb="diff", code=3, text="1 difference")
 ROOT = Path(__file__).parents[2]
-SLICE = ("z2-dp4-bf16*", "z3-dp2-lion", "z1-dp2-fp16*")
+SLICE = ("z2-dp4-bf16.packed", "make_experts-0", "window-boundary")
 
 
 def base(name: str) -> Base:
@@ -27,13 +27,13 @@ def base(name: str) -> Base:
 
 
 def test_a_slice_of_the_fuzz() -> None:
-    words = ["--seed", "21", "--count", "8", "--seconds", "600", "--jobs", "1"]
+    words = ["--seed", "31", "--count", "6", "--seconds", "600", "--jobs", "1"]
     for name in SLICE:
         words += ["--base", name]
     command = [sys.executable, "-m", "tests.fuzz", *words]
     done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "8 mutations" in done.stdout
+    assert "6 mutations" in done.stdout
 
 
 def test_a_checksum_that_nobody_compares_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ def test_patterns_place_what_is_read(case: str) -> None:
     kinds_allowed = {"placed", "checked", *({"recorded"} if case in RECORDED else ())}
     index = index_of(case)
     assert {axis: dict(kinds) for axis, kinds in count(index).items() if set(kinds) - kinds_allowed} == {}
+    assert all(axis.known_from for atom in index.atoms.values() for axis in atom.layout.all_axes)
     bare = (replace(atom, layout=Layout()) for atom in index.atoms.values())
     assert {kind for atom in bare for kind in kinds(index, atom).values()} <= {"not placed"}
 

@@ -21,7 +21,7 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 
 class Stub:
-    """Any class of Megatron, which is not installed here."""
+    """Any class of Megatron or DeepSpeed, which need not be installed."""
 
     def __init__(self, *values: object) -> None:
         self.values = values
@@ -37,11 +37,11 @@ class Stub:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        return Stub if module.startswith("megatron") else super().find_class(module, name)
+        return Stub if module.startswith(("megatron", "deepspeed")) else super().find_class(module, name)
 
 
 def load_stubbed(path: Path) -> Any:
-    """What Megatron saved, without Megatron."""
+    """What a framework saved, without the framework."""
     reader = SimpleNamespace(
         Unpickler=_Unpickler, load=lambda file, **options: _Unpickler(file, **options).load(), __name__="pickle"
     )

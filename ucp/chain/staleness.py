@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import mean
 
-from ucp.core.index import AtomIndex, Index
+from ucp.core.index import Index
 from ucp.errors import StaleError, format_count, format_list
 from ucp.moe.layers import find_layers
 
@@ -40,7 +40,9 @@ def measure_staleness(index: Index) -> Staleness:
             stale.setdefault(atom.iteration, []).append(name)
     shares = [
         mean(
-            _missed_share(index.atoms[next(iter(tensors.values())).param], newest) for tensors in layer.experts.values()
+            (newest - (newest if atom.iteration is None else atom.iteration)) / max(newest, 1)
+            for tensors in layer.experts.values()
+            for atom in (index.atoms[next(iter(tensors.values())).param],)
         )
         for layer in (find_layers(index.shapes) if stale else ())  # most checkpoints are of one iteration
     ]
@@ -64,10 +66,6 @@ def map_experts(index: Index) -> dict[int, list[float]]:
     return {iteration: [count / len(layers) for count in counts[iteration]] for iteration in sorted(counts)}
 
 
-def _missed_share(atom: AtomIndex, newest: int) -> float:
-    return 0.0 if atom.iteration is None or not newest else (newest - atom.iteration) / newest
-
-
 def describe_staleness(staleness: Staleness) -> Iterator[str]:
     """A note that lists the stale parameters, if there are any."""
     if not staleness.params:
@@ -82,6 +80,17 @@ def describe_staleness(staleness: Staleness) -> Iterator[str]:
         f"{format_count(count, 'parameter is', 'parameters are')} older than iteration {staleness.iteration:,}{lost}. "
         f"A run that resumes from them does not continue exactly:\n{format_list(lines)}"
     )
+
+
+def describe_casts(index: Index) -> Iterator[str]:
+    """A note on the parameters of which a link of a sparse window has only what the model computes with, if any."""
+    if count := sum(atom.is_cast for atom in index.atoms.values()):
+        of_params = format_count(count, "parameter has only the weight", "parameters have only the weights")
+        yield (
+            f"{of_params} with which the model computes: other iterations of the window have their full states. To a "
+            "run that needs weights alone this is exact (--dtype weight=... casts all to one dtype); to resume, replay "
+            "the window (ucp.densify)"
+        )
 
 
 def check_staleness(index: Index, *, exact: bool, max_plt: float | None) -> None:

@@ -101,6 +101,10 @@ def identity_of(path: str) -> str:
         return xxhash.xxh3_128_hexdigest(file.nbytes.to_bytes(8, "little") + head + tail)
 
 
+_MOST_MARK = 1 << 28
+"""Bytes of a mark, at most: it lists millions of files."""
+
+
 class Mark(Struct, frozen=True, kw_only=True):
     """The fields of the mark that are compared; the others are for people."""
 
@@ -126,7 +130,7 @@ def read_mark(dst: Path) -> Mark:
     """The mark of a destination; an empty one if there is none. Raises DestinationError when it is damaged."""
     if not (dst / MARK).is_file():
         return Mark()
-    text = (dst / MARK).read_bytes()
+    text = (dst / MARK).read_bytes() if (dst / MARK).stat().st_size <= _MOST_MARK else b""
     with suppress(NotJson):
         mark = Mark() if has_wrong_digest(text) else decode(text, Mark)
         if mark.fingerprint and mark.files:  # every mark has both

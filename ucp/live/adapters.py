@@ -115,8 +115,8 @@ class LiveRun:
     resume: Callable[[Index, Findings], Mapping[str, str]] = field(default=lambda _index, _findings: {})
     """Sets what the framework keeps beside tensors (steps, schedule, loss scale) to the checkpoint's values; returns
     the extras that were used, each with what it set."""
-    state: FrameworkState = field(default_factory=FrameworkState)
-    """What a save stores beside tensors: the mirror of `resume`."""
+    state: Callable[[], FrameworkState] = FrameworkState
+    """Reads what a save stores beside tensors: the mirror of `resume`."""
     has_global_names: bool = True
     """Whether names are those of the whole model. If not, the core renumbers layers and experts."""
     has_global_parts: bool = True

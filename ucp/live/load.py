@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, Unpack
+from typing import TYPE_CHECKING, Literal, Protocol, Unpack, runtime_checkable
 
 from ucp.contract.protocols import Observer
 from ucp.conversion.arguments import LoadArguments, takes_options
@@ -44,6 +44,14 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
+@runtime_checkable
+class Memory(Protocol):
+    """What `ucp.save` keeps in host memory (`ucp.Snapshots`)."""
+
+    def overlay(self, index: Index, ranks: Ranks, *, exact: bool) -> Index:
+        """`index`, with newer parameters from the memory of all ranks. Collective."""
+
+
 @takes_options(LoadArguments)
 def load_into(
     model: nn.Module | Sequence[nn.Module],
@@ -63,6 +71,7 @@ def load_into(
     verify: bool = False,
     progress: bool | Observer = False,
     experts: Experts | None = None,
+    snapshots: Memory | None = None,
     **options: Unpack[LoadArguments],
 ) -> LoadReport:
     """Load the weights of a checkpoint into `model`, and its training state into `optimizer`, `scheduler`, `scaler`.
@@ -128,6 +137,10 @@ def load_into(
         Which expert-parallel ranks hold which experts, if they are not assigned in order: {expert: ranks}, or
         {layer: {expert: ranks}}. A rank that is listed twice for an expert holds two replicas of it. A rank holds its
         experts in the order of the map.
+    snapshots
+        `ucp.Snapshots` of this rank, if the checkpoint is a chain that `ucp.save` wrote with them: experts that ranks
+        still have in memory are loaded if they are newer, the rest is of the newest link. The report lists both
+        iterations. A rank whose process is new passes an empty one.
     param_order
         Names of the parameters in the order of the saved optimizer, if that identifies them by number; by default
         inferred from the order of `model` and of `optimizer`. See `ucp.convert`.
@@ -171,6 +184,7 @@ def load_into(
         scheduler=scheduler, scheduler_key=request.scheduler, scaler=scaler, policy=request.rank_extras
     )
     objects = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "masters": masters}
+    objects["snapshots"] = snapshots
     live = LiveRequest(
         model=model,
         optimizer=unwrap_optimizer(optimizer),
@@ -233,13 +247,16 @@ def decide_load(
     """What to load into the model, and what to restore beside it, before memory is allocated. Collective."""
     ranks, source = live.ranks, request.names.source
     read = index_of if request.mesh.topology is None else read_with_options  # rules may be for this run only
-    if saved is None:
-        saved = read_once(ranks, request.path, lambda: read(request.path, source=source))
+    is_given = saved is not None
+    saved = saved or read_once(ranks, request.path, lambda: read(request.path, source=source))
     classes = {name: None if value is None else type(value).__name__ for name, value in objects.items()}
     check_agreement(ranks, saved, {**request.agreed, **classes})
+    memory = objects.get("snapshots")  # on all ranks or on none
+    if isinstance(memory, Memory):
+        saved = memory.overlay(saved, ranks, exact=source.exact)
     clock.lap("index")
     run = run_together(ranks, lambda: describe_run(live))
-    index, hints = rename_to_model(saved, strip_chunks(run.model), request.names, ranks)
+    index, hints = (saved, ()) if is_given else rename_to_model(saved, strip_chunks(run.model), request.names, ranks)
     run = place_run(
         run, index, request.mesh, ranks, options=source, rename=request.options.rename, experts=request.experts
     )
@@ -294,4 +311,5 @@ def _restore_optimizer(decision: Decision) -> None:
             if decision.index.atoms[item.slice.param].is_count(item.state):
                 counts.setdefault(item.name, set()).add(item.state)
     decision.run.optimizer.put(states, {name: frozenset(names) for name, names in counts.items()})
-    decision.run.optimizer.put_hyper(decision.hyper)
+    if decision.hyper:
+        decision.run.optimizer.put_hyper(decision.hyper)

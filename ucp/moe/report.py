@@ -197,6 +197,7 @@ def _report_layer(
         states = by_role.get(Role.EXPERT, {}).get(number, {WEIGHT: Measure()})  # without elements, nothing is measured
         param = next(iter(tensors.values())).param
         values = {role: by_role.get(role, {}).get(number, {}).get(WEIGHT) for role in Role}
+        totals = {role: None if value is None else value.total for role, value in values.items()}
         router, step = values[Role.ROUTER], steps.get(param)
         moment, momentum = states.get(MOMENT), states.get("exp_avg")
         experts.append(
@@ -207,9 +208,9 @@ def _report_layer(
                 squared_gradient=None if moment is None else moment.mean / _find_bias(index, param, step),
                 gradient_norm=None if momentum is None else momentum.norm,
                 router_norm=None if router is None else router.norm,
-                router_bias=_value_of(values[Role.ROUTER_BIAS]),
-                balancing_bias=_value_of(values[Role.BALANCE]),
-                tokens=_value_of(values[Role.TOKENS]),
+                router_bias=totals[Role.ROUTER_BIAS],
+                balancing_bias=totals[Role.BALANCE],
+                tokens=totals[Role.TOKENS],
                 step=step,
             )
         )
@@ -225,10 +226,6 @@ def _report_layer(
         starved=tuple(number for number, square in squares.items() if 0 < square <= middle / _FAR),
         hot=tuple(number for number, square in squares.items() if square >= middle * _FAR > 0),
     )
-
-
-def _value_of(value: Measure | None) -> float | None:
-    return None if value is None else value.total
 
 
 def _find_bias(index: Index, param: str, step: int | None) -> float:

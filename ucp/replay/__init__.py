@@ -12,6 +12,6 @@ def step(iteration, active, scalars):
 ucp.densify("run", step, model, optimizer, "dp=2")
 """
 
-from ucp.replay.modules import clip, frozen
+from ucp.replay.modules import StageLog, clip, frozen
 
-__all__ = ["clip", "frozen"]
+__all__ = ["StageLog", "clip", "frozen"]

@@ -89,6 +89,7 @@ def densify(
     scheduler: object = None,
     scaler: object = None,
     rank_extras: Literal["drop", "carry", "replicate"] = "carry",
+    keep: bool = False,
     verify: bool = False,
     process_group: ProcessGroup | Ranks | None = None,
 ) -> DensifyReport:
@@ -114,6 +115,9 @@ def densify(
         `clip_norm` and no `lr` (a number, or one for each parameter group).
     rank_extras
         As for `load_into`; "carry" gives each rank its random generators, for dropout.
+    keep
+        Whether this rank keeps what it holds, because only other pipeline stages failed. Its `step` then has no
+        `active` parameters, and sends those stages what it sent them before (`ucp.replay.StageLog`).
 
     Raises
     ------
@@ -140,6 +144,11 @@ def densify(
         model=model, optimizer=unwrap_optimizer(optimizer), mesh=request.mesh, ranks=ranks, masters=masters
     )
     resume = ResumeOptions(scheduler=scheduler, scaler=scaler, policy=request.rank_extras)
+    if keep:
+        resume, request = (
+            ResumeOptions(),
+            replace(request, options=replace(request.options, kept=frozenset(views[0].atoms))),
+        )
     objects = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "masters": masters}
     decision, _ = load_index(live, request, resume, objects, clock=Clock(), saved=views[0])
     params = [(item.name, item.slice.param) for item in decision.items if item.state == WEIGHT]
@@ -147,11 +156,12 @@ def densify(
     counts = []
     for link, view in zip(links[1:], views[1:], strict=True):
         active = frozenset(name for name, param in params if param in complete)
-        _set_learning_rate(decision, numbers[link.iteration])
+        if not keep:
+            _set_learning_rate(decision, numbers[link.iteration])
         step(link.iteration, active, numbers[link.iteration])
         counts.append(len(active))
-        kept = replace(request, options=replace(request.options, kept=complete))
-        decision, _ = load_index(live, kept, resume, objects, clock=Clock(), saved=view)
+        rest = replace(request, options=replace(request.options, kept=request.options.kept | complete))
+        decision, _ = load_index(live, rest, resume, objects, clock=Clock(), saved=view)
         complete |= list_full(link)
     return DensifyReport(
         path=str(request.path), first=links[0].iteration, iteration=links[-1].iteration, active=tuple(counts)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from ucp.errors import UsageError, format_list
+from ucp.errors import MissingStateError, UsageError, format_list
 from ucp.live.model.describe import list_modules
 from ucp.live.model.wrappers import find_wrapper_paths, plain_name
 
@@ -78,3 +78,40 @@ def clip(parameters: Iterable[torch.Tensor], max_norm: float, norm: torch.Tensor
     for param in parameters:
         if param.grad is not None:
             param.grad.mul_(scale.to(param.grad.device))
+
+
+class StageLog:
+    """What a pipeline stage sent to its neighbours, in host memory, so that one that fails is replayed without others.
+
+    Each rank keeps what it sends. The stages that failed, next to one another, need only what crossed their two ends.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple[int, int, str], torch.Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept."""
+        return sum(tensor.nbytes for tensor in self._sent.values())
+
+    def keep(self, tensor: torch.Tensor, *, iteration: int, micro: int, to: str) -> torch.Tensor:
+        """Keep a copy of what is sent; the tensor itself is returned. `micro`: number of the micro-batch.
+
+        `to`: what tells apart what a rank sends in one micro-batch, e.g. "next" and "previous".
+        """
+        self._sent[iteration, micro, to] = tensor.detach().to("cpu", copy=True)
+        return tensor
+
+    def get(self, *, iteration: int, micro: int, to: str) -> torch.Tensor:
+        """What was sent. Raises MissingStateError if it is not kept."""
+        if (iteration, micro, to) not in self._sent:
+            kept = sorted({key[0] for key in self._sent})
+            raise MissingStateError(
+                f"expected what was sent to {to!r} in iteration {iteration}, micro-batch {micro}; kept are iterations "
+                f"{f'{kept[0]} to {kept[-1]}' if kept else 'none'}. Replay all stages"
+            )
+        return self._sent[iteration, micro, to]
+
+    def forget(self, *, before: int) -> None:
+        """Drop what was sent before an iteration: the second of the oldest window that may be replayed."""
+        self._sent = {key: tensor for key, tensor in self._sent.items() if key[0] >= before}

@@ -12,7 +12,7 @@ Ranks that hold the same boxes of a state hold the same bytes (data-parallel rep
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ucp.core.region import Box
@@ -35,18 +35,42 @@ class PartialExperts:
     """Which: by turns, so that each is saved once in ceil(experts / k) saves; or those with most tokens."""
     tokens: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """For "load": path of a layer's module to the tokens that each expert got since its last save, of all ranks."""
+    written: int | None = None
+    """With snapshots: of the k experts that are kept in memory, how many are written, too: those written longest ago
+    (two-level saving). None for all."""
 
     def __post_init__(self) -> None:
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
             raise UsageError(f"expected PartialExperts(k) with k of 1 or more; got {self.k!r}")
+        if self.written is not None and not 1 <= self.written <= self.k:
+            raise UsageError(f"expected written= of 1 to k={self.k}; got {self.written!r}")
         if self.select not in ("sequential", "load") or bool(self.tokens) != (self.select == "load"):
             raise UsageError(
                 f'expected select="sequential", or select="load" and tokens=; got select={self.select!r} and tokens of '
                 f"{len(self.tokens)} layers"
             )
 
-    def find_unsaved(self, shapes: Mapping[str, tuple[int, ...]], *, turn: int, ep: int) -> frozenset[str]:
+    def raise_k(self, experts: int, *, lost: float, interval: float, limit: float = 0.0375) -> PartialExperts:
+        """The plan with k doubled until the next recovery loses so little that all stay within `limit` (Dynamic-K).
+
+        `experts`: of a layer. `lost`: proportion of the run's tokens that experts lost in recoveries so far (PLT).
+        `interval`: share of the run between two saves. Call it at the start and after each recovery. Tokens are
+        assumed to be spread evenly, and experts taken by turns.
+
+        >>> PartialExperts(1).raise_k(16, lost=0.02, interval=0.005).k
+        4
+        """
+        k = min(self.k, experts)
+        while k < experts and lost + mean_age(k, experts) * interval > limit:
+            k = min(2 * k, experts)
+        return replace(self, k=k)
+
+    def find_unsaved(
+        self, shapes: Mapping[str, tuple[int, ...]], *, turn: int, ep: int, last: Mapping[str, int] | None = None
+    ) -> frozenset[str]:
         """Parameters that this save leaves out. `shapes`: of all parameters; `turn`: number of the save, from 0.
+
+        `last`: parameter to the step at which it was last written; then only `written` of the k experts are saved.
 
         Raises UsageError for a model without experts, for tokens of other layers, and if `ep` does not divide the
         experts; UnsupportedError for experts that are rows of one tensor, as a link holds whole tensors.
@@ -64,6 +88,9 @@ class PartialExperts:
         unsaved: set[str] = set()
         for number, layer in enumerate(layers):
             chosen = self._choose(layer, number, turn=turn, ep=ep)
+            if last is not None:
+                params = {expert: next(iter(layer.experts[expert].values())).param for expert in chosen}
+                chosen = sorted(chosen, key=lambda expert: last.get(params[expert], -1))[: self.written]
             others = (tensors for expert, tensors in layer.experts.items() if expert not in chosen)
             unsaved.update(tensor.param for tensors in others for tensor in tensors.values())
         return frozenset(unsaved)
@@ -93,6 +120,16 @@ class PartialExperts:
 
 def _is_stacked(tensors: Mapping[str, ExpertTensor]) -> bool:
     return any(tensor.row is not None for tensor in tensors.values())
+
+
+def mean_age(k: int, experts: int) -> float:
+    """Saves since an expert was last saved, the mean over experts that take turns, k in each save.
+
+    >>> mean_age(1, 16), mean_age(4, 16)
+    (7.5, 1.5)
+    """
+    rounds, rest = divmod(experts, k)
+    return (k * rounds * (rounds - 1) / 2 + rest * rounds) / experts
 
 
 def choose_by_turns(k: int, *, turn: int, layer: int, experts: int, ep: int) -> tuple[int, ...]:

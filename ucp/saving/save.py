@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, overload
 
@@ -34,16 +35,16 @@ from ucp.live.model.describe import list_modules
 from ucp.live.model.meta import find_device
 from ucp.live.optimizer.torch_optimizer import unwrap_optimizer
 from ucp.live.resume.scheduler import Stateful
-from ucp.live.run.mesh import RunMesh
 from ucp.live.run.ranks import Ranks, find_ranks, run_together
 from ucp.live.run.request import parse_mesh
 from ucp.saving.chain import check_next, list_held, read_links
 from ucp.saving.commit import SavedRun, begin, merge_facts
 from ucp.saving.describe import describe_parts
 from ucp.saving.holdings import Holdings, collect_holdings
-from ucp.saving.job import SaveHandle, SaveJob, start, wait_for_pending
+from ucp.saving.job import SaveHandle, SaveJob, find_running, start, wait_for_pending
 from ucp.saving.plan import Full, PartialExperts, plan_save
 from ucp.saving.report import SaveReport
+from ucp.saving.snapshots import Snapshots
 from ucp.saving.window import SparseWindow, find_operators
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ def save(
     chain: bool = ...,
     keep: int | None = ...,
     asynchronous: Literal[True],
+    snapshots: Snapshots | None = ...,
     process_group: ProcessGroup | Ranks | None = ...,
 ) -> SaveHandle: ...
 
@@ -117,6 +119,7 @@ def save(
     chain: bool = False,
     keep: int | None = None,
     asynchronous: bool = False,
+    snapshots: Snapshots | None = None,
     process_group: ProcessGroup | Ranks | None = None,
 ) -> SaveReport | SaveHandle:
     """Save weights, buffers, optimizer states, hyper-parameters and RNG states as an atom store.
@@ -163,6 +166,10 @@ def save(
         Whether to return once this rank's share is copied to host memory: a thread writes it. The result is then a
         `SaveHandle`, whose `wait` returns the report. One save is written at a time: the next call waits for it, and
         raises what made it fail.
+    snapshots
+        `Snapshots` of this rank, for asynchronous saves into a chain: what is copied to host memory stays there until
+        the next save, for `load_into(snapshots=)` after a failure. If the last save is still being written, this one
+        is in memory alone, and the result is the handle of the last one.
     process_group
         Ranks of the run; by default all. A process group of torch.distributed, or an object with the methods of
         `ucp.live.run.ranks.Ranks`.
@@ -182,27 +189,36 @@ def save(
     All ranks raise the same error.
     """
     began = time.perf_counter()
-    wait_for_pending()
     ranks = find_ranks(process_group, _find_device(model))
+    running = None if snapshots is None else find_running(ranks)
+    earlier = wait_for_pending() if running is None else None
     folder, mesh = run_together(ranks, lambda: (_parse_folder(path), parse_mesh(topology, ranks.rank, ranks.count)))
     live = LiveRequest(model=model, optimizer=unwrap_optimizer(optimizer), mesh=mesh, ranks=ranks, masters=masters)
-    run_together(ranks, lambda: _check_keep(keep, chain=chain))
-    links = run_together(ranks, lambda: read_links(folder) if chain else None)
+    run_together(ranks, lambda: _check_options(plan, keep, snapshots, chain=chain, asynchronous=asynchronous))
+    if snapshots is not None:
+        snapshots.agree(ranks)
+    links = run_together(ranks, lambda: read_links(folder) if chain and ranks.rank == 0 else None)
+    links = ranks.share(links)[0] if chain else None  # another save may be listed at any time
     model_path = run_together(ranks, lambda: None if like is None else path_parser("like", parse_path)(like))
     run = describe_parts(live, model_path, path_of(links[0].path) if links else None)
     is_sparse = isinstance(plan, SparseWindow)
     holdings = run_together(ranks, lambda: collect_holdings(run, list_modules(model), with_computed=is_sparse))
     facts = ranks.share(replace(holdings.facts(), plan=xxhash.xxh3_64_hexdigest(repr(plan).encode())))
-    layout = mesh.topology or run.state.topology or _find_topology(holdings, ranks.count)
-    step = run.state.step if step is None else step
-    whole = run_together(ranks, lambda: merge_facts(facts, topology=layout, step=step, origin=run.state.origin))
-    whole = run_together(ranks, lambda: _narrow(plan, whole, folder, links, mesh))
-    shares = plan_save([[item for item in of_rank.items if whole.holds(item, of_rank)] for of_rank in facts])
-    framework = run.state.extras
-    rank_extras = run_together(ranks, lambda: list(_collect_extras(scheduler, scaler, extras, framework, ranks.rank)))
+    framework = run_together(ranks, run.state)
+    layout = mesh.topology or framework.topology or _find_topology(holdings, ranks.count)
+    step = framework.step if step is None else step
+    whole = run_together(ranks, lambda: merge_facts(facts, topology=layout, step=step, origin=framework.origin))
+    narrow = partial(_narrow, plan, whole, folder, links, ep=layout.ep, snapshots=snapshots)
+    kept, whole = run_together(ranks, lambda: narrow(is_running=running is not None))
+    kept_shares = plan_save([[item for item in of_rank.items if kept.holds(item, of_rank)] for of_rank in facts])
+    shares = [[item for item in share if item.param in whole.atoms] for share in kept_shares]
+    rank_extras = run_together(
+        ranks, lambda: list(_collect_extras(scheduler, scaler, extras, framework.extras, ranks.rank))
+    )
     run_together(ranks, lambda: _check_scalars(plan, rank_extras) if ranks.rank == 0 else None)
     is_listed = links is None or str(folder) in [link.path for link in links]
-    run_together(ranks, lambda: begin(folder, replaced=not is_listed) if ranks.rank == 0 else None)
+    if running is None:
+        run_together(ranks, lambda: begin(folder, replaced=not is_listed) if ranks.rank == 0 else None)
     job = SaveJob(
         folder=folder,
         run=whole,
@@ -224,30 +240,59 @@ def save(
         seconds=0.0,
     )
     if asynchronous:
-        return start(job, ranks, report)
+        to_keep = replace(job, run=kept, share=kept_shares[ranks.rank])
+        copied = run_together(ranks, lambda: to_keep.snapshot(earlier))
+        if snapshots is not None:
+            snapshots.keep(copied, whole.atoms if running is None else ())
+        job = replace(job, tensors=copied.tensors, extras=copied.extras)
+        return running or start(job, ranks, report, is_kept=snapshots is not None)
     run_together(ranks, job.write)
     run_together(ranks, lambda: job.finish() if ranks.rank == 0 else None)
     return replace(report, seconds=time.perf_counter() - began)
 
 
-def _check_keep(keep: int | None, *, chain: bool) -> None:
+def _check_options(
+    plan: Plan, keep: int | None, snapshots: Snapshots | None, *, chain: bool, asynchronous: bool
+) -> None:
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1 or not chain):
         raise UsageError(f"expected keep= of 1 or more, with chain=True; got keep={keep!r}, chain={chain}")
+    if snapshots is not None and not (chain and asynchronous and isinstance(plan, Full | PartialExperts)):
+        raise UsageError(
+            "expected snapshots= with chain=True, asynchronous=True and a plan of experts; got "
+            f"chain={chain}, asynchronous={asynchronous}, plan={type(plan).__name__}"
+        )
 
 
-def _narrow(plan: Plan, run: SavedRun, folder: Path, links: tuple[Link, ...] | None, mesh: RunMesh) -> SavedRun:
-    """What of the run the plan saves. Raises UsageError, UnsupportedError."""
+def _narrow(
+    plan: Plan,
+    run: SavedRun,
+    folder: Path,
+    links: tuple[Link, ...] | None,
+    *,
+    ep: int,
+    snapshots: Snapshots | None,
+    is_running: bool,
+) -> tuple[SavedRun, SavedRun]:
+    """What of the run is kept in memory, and what of that the plan saves. Raises UsageError, UnsupportedError.
+
+    `is_running`: the last save is still being written.
+    """
     step = None if links is None else check_next(folder, links, run.step)
     if isinstance(plan, Full):
-        return run.narrow(())
+        return run.narrow(()), run.narrow(())
     if links is None or step is None:
         raise UsageError(f"expected chain=True with {type(plan).__name__}: other links of the chain hold the rest")
     shapes = {name: atom.shape for name, atom in run.atoms.items()}
     if isinstance(plan, SparseWindow):
         buffers = frozenset(name for name, atom in run.atoms.items() if atom.kind is Kind.BUFFER)
-        return run.narrow(*plan.divide(find_operators(shapes, buffers), step))
-    ep, held = mesh.degree("ep"), list_held(links, run.atoms)
-    return run.narrow(plan.find_unsaved(shapes, turn=plan.next_turn(shapes, held, ep=ep), ep=ep))
+        saved = run.narrow(*plan.divide(find_operators(shapes, buffers), step))
+        return saved, saved
+    held = frozenset[str]() if is_running else list_held(links, run.atoms)  # whose links may be removed meanwhile
+    turn = plan.next_turn(shapes, held, ep=ep) if snapshots is None else snapshots.turn
+    kept = run.narrow(plan.find_unsaved(shapes, turn=turn, ep=ep))
+    if snapshots is None:
+        return kept, kept
+    return kept, run.narrow(plan.find_unsaved(shapes, turn=turn, ep=ep, last=snapshots.last))
 
 
 def _check_scalars(plan: Plan, extras: Sequence[Extra]) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ucp.chain.staleness import check_staleness, describe_staleness, measure_staleness
+from ucp.chain.staleness import check_staleness, describe_casts, describe_staleness, measure_staleness
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import recognise
 from ucp.core.gaps import add_state_gaps, check_cover, check_names
@@ -99,7 +99,7 @@ def read_index(path: Path, *, source: SourceOptions | None = None, unfinished: b
     fmt, evidence = recognise(path, unfinished=unfinished, options=source)
     index = fmt.read(path)
     stale = [note for note in describe_staleness(measure_staleness(index)) if note not in index.notes]
-    index = replace(index, notes=(*index.notes, *stale))
+    index = replace(index, notes=(*index.notes, *stale, *describe_casts(index)))
     if not evidence.not_read:
         return index
     note = (

@@ -98,7 +98,7 @@ def compare_states(
                 differing_parts.setdefault(key, []).append((result.numel, result.largest))
 
     jobs = (job for pair in shared for job in _pair_parts(pair, cast=cast))
-    _run_stage(bundle(jobs, limit=BLOCK), compare_batch, threads, observer, title="compare", nbytes=nbytes)
+    run_stage(bundle(jobs, limit=BLOCK), compare_batch, threads, observer, title="compare", nbytes=nbytes)
     return differing_parts
 
 
@@ -128,7 +128,7 @@ def find_drifting_states(
         for part in split_blocks(full_slice(param, name, state), state, nbytes=BLOCK)
     )
     nbytes = sum(state.nbytes for _, _, state in replicated)
-    _run_stage(bundle(parts, limit=BLOCK), compare_batch, threads, observer, title="copies", nbytes=nbytes)
+    run_stage(bundle(parts, limit=BLOCK), compare_batch, threads, observer, title="copies", nbytes=nbytes)
     return lines_by_state
 
 
@@ -187,7 +187,7 @@ def scan_records(index: Index, observer: Observer, threads: int = THREADS) -> li
         observer.advance(sum(stop - start for start, stop in job[1]))
 
     nbytes = sum(record.nbytes for record in records)
-    _run_stage(_group_nearby(records), scan_batch, threads, observer, title="checksums", nbytes=nbytes)
+    run_stage(_group_nearby(records), scan_batch, threads, observer, title="checksums", nbytes=nbytes)
     return find_mismatches(records, spans)
 
 
@@ -218,7 +218,7 @@ def scan_digests(index: Index, observer: Observer, threads: int = THREADS) -> li
         for low, high in block_ranges(0, full.stop, state.digest_nbytes // state.dtype.itemsize)
     )
     nbytes = sum(state.nbytes for _, _, state in digested)
-    _run_stage(bundle(parts, limit=BLOCK), check_batch, threads, observer, title="digests", nbytes=nbytes)
+    run_stage(bundle(parts, limit=BLOCK), check_batch, threads, observer, title="digests", nbytes=nbytes)
     return sorted(wrong)
 
 
@@ -266,7 +266,7 @@ def scan_checksums(index: Index, observer: Observer, threads: int = THREADS) -> 
             )
 
     nbytes = sum(part.nbytes for part in summed)
-    _run_stage(summed, check, threads, observer, title="checksums of tensors", nbytes=nbytes)
+    run_stage(summed, check, threads, observer, title="checksums of tensors", nbytes=nbytes)
     return sorted(wrong)
 
 
@@ -351,7 +351,7 @@ def _read_parts(parts: Sequence[_StatePart], gatherer: Gatherer) -> list[memoryv
     return gatherer.read([(p.stop - p.start, p.dtype, resolve(p, at, p.start, p.stop)) for p, at in parts])
 
 
-def _run_stage(
+def run_stage(
     jobs: Iterable[T], work: Callable[[T, Gatherer], None], threads: int, observer: Observer, *, title: str, nbytes: int
 ) -> None:
     """Call `work(job, gatherer)` for every job, on `threads` threads, as a separate stage for the observer."""

@@ -41,15 +41,15 @@ class _Range(NamedTuple):
     """Where its elements are stored."""
 
 
-class _Place(NamedTuple):
-    """Where a range that a rank saved lies in a parameter."""
+class _Sample(NamedTuple):
+    """The first elements of a range that a rank saved."""
 
-    param: str
-    """Parameter."""
-    start: int
-    """First element in the flattened parameter."""
-    ref: TensorRef
-    """Where its elements are stored."""
+    numel: int
+    """Elements of the whole range."""
+    saved: array[float]
+    """What the rank saved."""
+    dense: array[float]
+    """The same elements of the dense checkpoint."""
 
 
 class WindowReader:
@@ -201,35 +201,24 @@ class WindowReader:
         Experts may start with equal weights, so a single range proves little. So two operators are judged together:
         their ranges are nearer to the dense weights either as they are, or exchanged.
         """
-        places: dict[tuple[int, str], dict[str, _Place]] = {}
-        for (param, state), ranges in self._ranges.items():
-            if state != WEIGHT or param not in self._dense.atoms:
-                continue
-            flat = sorted((part for part in ranges if part.tensor.fragment_numel is not None), key=lambda p: p.rank)
-            starts = self._starts(flat)
-            for part in flat or ranges:
-                place = _Place(param, starts.get(part.rank, 0), part.ref)
-                places.setdefault((part.rank, part.operator), {})[part.tensor.key] = place
+        samples: dict[tuple[int, str], dict[str, _Sample]] = {}
         with Prober() as prober:
-            for one, other in combinations(places, 2):
-                if one[0] != other[0] and self._are_exchanged(prober, places[one], places[other]):
-                    yield f"{one[1]} of {self._file_of(one[0])}, {other[1]} of {self._file_of(other[0])}"
-
-    def _are_exchanged(self, prober: Prober, one: Mapping[str, _Place], other: Mapping[str, _Place]) -> bool:
-        """Whether the ranges of two operators are nearer to the dense weights if their places are exchanged."""
-        keys = [key for key in one.keys() & other.keys() if one[key].ref.numel == other[key].ref.numel]
-
-        def distance(ranges: Mapping[str, _Place], at: Mapping[str, _Place]) -> float:
-            total = 0.0
-            for key in keys:
-                count, start = min(ranges[key].ref.numel, SAMPLED), at[key].start
-                state = self._dense.atoms[at[key].param].states[WEIGHT]
-                values = _floats(prober.window(ranges[key].ref, 0, count, dtype=DType.FLOAT32))
-                dense = _floats(prober.state_window(state, start, start + count, dtype=DType.FLOAT32))
-                total += sum((a - b) ** 2 for a, b in zip(values, dense, strict=True))
-            return total
-
-        return distance(one, other) + distance(other, one) < distance(one, one) + distance(other, other)
+            for (param, state), ranges in self._ranges.items():
+                if state != WEIGHT or param not in self._dense.atoms:
+                    continue
+                weight = self._dense.atoms[param].states[WEIGHT]
+                flat = sorted((part for part in ranges if part.tensor.fragment_numel is not None), key=lambda p: p.rank)
+                starts = self._starts(flat)
+                for part in flat or ranges:
+                    start = min(starts.get(part.rank, 0), weight.numel)  # a range of another run may be too long
+                    count = min(part.ref.numel, SAMPLED, weight.numel - start)
+                    saved = _floats(prober.window(part.ref, 0, count, dtype=DType.FLOAT32))
+                    dense = _floats(prober.state_window(weight, start, start + count, dtype=DType.FLOAT32))
+                    sample = _Sample(part.ref.numel, saved, dense)
+                    samples.setdefault((part.rank, part.operator), {})[part.tensor.key] = sample
+        for one, other in combinations(samples, 2):
+            if one[0] != other[0] and _are_exchanged(samples[one], samples[other]):
+                yield f"{one[1]} of {self._file_of(one[0])}, {other[1]} of {self._file_of(other[0])}"
 
     def _file_of(self, rank: int) -> str:
         return next(os.path.basename(window.path) for window in self._windows if window.rank == rank)
@@ -243,6 +232,17 @@ class WindowReader:
             if states:
                 yield Extra(name="moevement/rng_state", value=states, rank=window.rank)
             yield Extra(name="moevement/metadata", value=dict(window.document.metadata), rank=window.rank)
+
+
+def _are_exchanged(one: Mapping[str, _Sample], other: Mapping[str, _Sample]) -> bool:
+    """Whether the ranges of two operators are nearer to the dense weights if their places are exchanged."""
+    keys = [key for key in one.keys() & other.keys() if one[key].numel == other[key].numel]
+
+    def distance(ranges: Mapping[str, _Sample], at: Mapping[str, _Sample]) -> float:
+        pairs = (pair for key in keys for pair in zip(ranges[key].saved, at[key].dense, strict=False))
+        return sum((a - b) ** 2 for a, b in pairs)
+
+    return distance(one, other) + distance(other, one) < distance(one, one) + distance(other, other)
 
 
 def _flat_pair(start: int, numel: int) -> RegionPair:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ucp.core.index import Index
-from ucp.errors import MalformedError
+from ucp.errors import MalformedError, format_list
 from ucp.moe.layers import Role, find_layers
 from ucp_formats.moevement.window import RankWindow
 
@@ -71,6 +71,12 @@ class OperatorNames:
             stage: tuple(rank for rank, several in operators.items() if any(o.stage == stage for o in several))
             for stage in stages
         }
+        if [rank for stage in stages for rank in ranks[stage]] != [window.rank for window in windows]:
+            lines = (f"stage {stage}: ranks {', '.join(map(str, ranks[stage]))}" for stage in stages)
+            raise MalformedError(
+                f"expected successive ranks on each pipeline stage, in the order of the stages; {windows[0].path} and "
+                f"the files beside it have\n{format_list(lines)}\nFiles were exchanged"
+            )
         modules: dict[int, tuple[str, ...]] = dict.fromkeys(stages, ())
         layers = find_layers(dense.shapes)
         for layer in sorted(layers, key=lambda layer: layer.number or 0):

@@ -97,7 +97,7 @@ class MoEvementFormat(Format):
                 f"{last.step}"
             )
         atoms = {name: replace(atom, states={WEIGHT: atom.states[WEIGHT]}) for name, atom in first.index.atoms.items()}
-        return replace(first.index, atoms=atoms, notes=(*first.index.notes, _NOTE_OF_FIRST.format(at)))
+        return replace(first.index, atoms=atoms)
 
     def read_links(self, path: Path) -> tuple[LinkIndex, ...]:
         """What the window holds of each iteration up to that in the options, without the learning rate: see groups.
@@ -228,13 +228,6 @@ def _check_complete(dense: Index, links: Mapping[int, Mapping[str, AtomIndex]], 
         raise MalformedError(
             f"expected every parameter of {dense.path} in the window {root}; got\n{format_list(dict.fromkeys(wrong))}"
         )
-
-
-_NOTE_OF_FIRST = (
-    "weights of iteration {}: float32 masters of the operators that were active then, the others in the dtype in which "
-    "the model computes (--dtype weight=... casts all to one dtype). A window does not hold the optimizer states of "
-    "one iteration"
-)
 
 
 def _describe_mixed(first: int, index: Index, *, is_counted: bool) -> Iterator[str]:

@@ -144,17 +144,17 @@ def unrecorded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("unrecorded")
 def test_names_of_no_family_are_a_failure_that_says_what_to_do(ucp: Run, tmp_path: Path) -> None:
     message = ucp("patterns", "check", checkpoint(tmp_path / "odd", {"a.weight": (3,)}), code=3).stderr
-    assert message.splitlines()[0].endswith("any of them")
+    assert "any of them" in message
     assert "--patterns my.toml" in message
-    assert len(message.splitlines()) == 2
+    assert len(message.splitlines()) == 1
 
 
 @pytest.mark.usefixtures("unrecorded")
 def test_the_nearest_family_alone_says_what_speaks_against_it(ucp: Run, tmp_path: Path) -> None:
     odd = {**LLAMA, "model.layers.0.adapter.weight": (3,)}
     message = ucp("patterns", "check", checkpoint(tmp_path / "odd", odd), code=3).stderr
-    assert "the nearest is llama: no rule for model.layers.0.adapter.weight\n" in message
-    assert len(message.splitlines()) == 2
+    assert "the nearest is llama: no rule for model.layers.0.adapter.weight. " in message
+    assert len(message.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

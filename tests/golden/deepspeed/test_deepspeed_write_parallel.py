@@ -5,16 +5,15 @@ What real DeepSpeed makes of them is shown by tests/integration/deepspeed/test_d
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
 import ucp
+from tests.golden.truth import load_stubbed
 from ucp.errors import (
     IdleOptionError,
     MisfitError,
@@ -104,18 +103,6 @@ def without_record(name: str, folder: Path, to: str) -> Path:
     return folder / "plain"
 
 
-class Inert:
-    """A pickle module for `torch.load` in which DeepSpeed's classes are empty ones: it is not installed here."""
-
-    load = pickle.load
-
-    class Unpickler(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            if module.startswith("deepspeed"):
-                return type(name, (), {"__new__": lambda cls, *_: object.__new__(cls)})
-            return super().find_class(module, name)
-
-
 @pytest.mark.parametrize(
     ("between", "topology"),
     [("deepspeed", "dp=2,tp=2,zero=1"), ("ucp", "dp=1,tp=4,zero=3"), ("deepspeed", "dp=1,tp=2,zero=0")],
@@ -128,7 +115,7 @@ def test_rules_of_a_family_cut_as_the_record_does(between: str, topology: str, t
     files = sorted(path.relative_to(recorded) for path in recorded.rglob("*.pt"))
     assert files == sorted(path.relative_to(ruled) for path in ruled.rglob("*.pt"))
     for file in files:
-        a, b = (torch.load(folder / file, weights_only=False, pickle_module=Inert) for folder in (recorded, ruled))
+        a, b = (load_stubbed(folder / file) for folder in (recorded, ruled))
         for key in ("module", "optimizer_state_dict", "optimizer"):
             own = [value.get(key) for value in (a, b)]
             tensors = [[leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)] for value in own]

@@ -261,6 +261,13 @@ def test_torn_files(damage: Callable[[bytes], bytes], copy: Path) -> None:
         ucp.inspect(copy)
 
 
+def test_files_of_two_stages_that_are_exchanged(copy: Path) -> None:
+    for a, b in ((0, 9), (2, 0), (9, 2)):
+        (copy / f"window_rank{a}.pt").rename(copy / f"window_rank{b}.pt")
+    with pytest.raises(MalformedError, match="stage 0: ranks 1, 2"):
+        ucp.inspect(copy)
+
+
 def test_missing_files(copy: Path) -> None:
     (copy / "window_rank1.pt").unlink()
     with pytest.raises(MissingFileError, match=r"window_rank1\.pt"):

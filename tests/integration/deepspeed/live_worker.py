@@ -61,12 +61,23 @@ def _carry_out(job: dict[str, Any]) -> dict[str, object]:
         told = {"universal_checkpoint_info": checkpoint_info(case.tensor_parallel_size)} if case.kind == "3d" else {}
         engine.save_checkpoint(Path(job["out"]) / "saved", client_state=told)
         after = train._steps(run, 5)
+        if passed == "trained" and case.kind == "moe":
+            _save_chain(engine, Path(job["out"]))
         told = {} if report is None else {"text": str(report), "notes": report.notes}
         return {"losses": after.losses, "steps": steps, **told}
     except ucp.UcpError as error:
         return {"error": f"{type(error).__name__}: {error}"}
     finally:
         engine.destroy()
+
+
+def _save_chain(engine: Any, out: Path) -> None:
+    """Add some experts, as they are now, to a chain that begins with the store saved before."""
+    if deepspeed.comm.get_rank() == 0:
+        (out / "chain.json").write_text('{"version": 1, "links": [{"path": "store", "iteration": 3}]}')
+    deepspeed.comm.barrier()
+    ucp.save(engine, None, None, out / "later", plan=ucp.PartialExperts(2), chain=True)
+    engine.save_checkpoint(out / "saved-later")
 
 
 def _fill(run: Run, job: dict[str, Any]) -> ucp.LoadReport | None:

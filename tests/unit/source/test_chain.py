@@ -320,6 +320,15 @@ class TestTheDocument:
             ucp.add_to_chain(tmp_path / "chain", link, iteration=iteration)
         assert not (tmp_path / "chain").exists()
 
+    @pytest.mark.parametrize("file", ["ucp.json", "shard.bin"])
+    def test_a_link_that_is_torn(self, rotating: Path, file: str) -> None:
+        """Although a newer link is whole: some parameters are only in this one."""
+        path = rotating / "10" / file
+        path.write_bytes(path.read_bytes()[:-9])
+        with pytest.raises(ucp.errors.SourceError, match="10"):
+            ucp.open(rotating)
+        assert not ucp.verify(rotating).ok
+
     def test_a_chain_of_chains_is_refused(self, rotating: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="chain"):
             ucp.add_to_chain(tmp_path / "other", [rotating])

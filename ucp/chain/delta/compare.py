@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import xxhash
 from zlib_ng import zlib_ng
@@ -18,16 +18,15 @@ from ucp.contract.protocols import Observer
 from ucp.core.index import StateIndex
 from ucp.core.slices import Locator, block_ranges, resolve
 from ucp.core.target import full_slice
-from ucp.transfer.gather import Gatherer, ThreadedReader
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from ucp.transfer.compare import run_stage
+from ucp.transfer.gather import Gatherer
 
 BLOCK = 4 << 20
 """Bytes of a tensor that are compared at once."""
 
 _LEVEL = 1
+_Block = tuple[int, memoryview, memoryview]
+"""Number of a block's first byte, and the bytes of both sides."""
 
 
 class Frame(NamedTuple):
@@ -67,34 +66,33 @@ class Comparison:
 
     def run(self, pairs: Sequence[TensorPair], threads: int) -> None:
         """Compare all tensors. Raises SourceError, CorruptError, OSError."""
-        self.observer.begin(title="delta", nbytes=sum(pair.b.nbytes for pair in pairs))
-        try:
-            with ThreadedReader(threads) as reader:
-                reader.run_all(pairs, self._compare)
-        finally:
-            self.observer.end()
+        nbytes = sum(pair.b.nbytes for pair in pairs)
+        run_stage(pairs, self._compare, threads, self.observer, title="delta", nbytes=nbytes)
 
     def _compare(self, pair: TensorPair, gatherer: Gatherer) -> None:
-        import numpy as np
-
         file = self._files.get(id(gatherer))
         if file is None:
             file = self._files[id(gatherer)] = self.spools.enter_context(TemporaryFile(dir=self.folder))  # noqa: SIM115  # closed by the stack
-        sums, crc = (xxhash.xxh3_128(), xxhash.xxh3_128()), 0
-        start, is_changed = file.seek(0, os.SEEK_END), False
-        encoder = (_XorEncoder if self.encoding == "xor" else _OverwriteEncoder)(file, pair.b.nbytes, self.folder)
-        with closing(encoder):
-            for first, both in _read_blocks(pair, gatherer):
-                for digest, data in zip(sums, both, strict=True):
+        sums, crc, item = (xxhash.xxh3_128(), xxhash.xxh3_128()), 0, pair.b.dtype.itemsize
+        sides = [(full_slice(pair.param, pair.name, state), Locator(state)) for state in (pair.a, pair.b)]
+
+        def read_blocks() -> Iterator[_Block]:
+            nonlocal crc
+            for low, high in block_ranges(0, pair.b.numel, BLOCK // item):
+                a, b = (
+                    gatherer.read([(high - low, side.dtype, resolve(side, at, low, high))])[0] for side, at in sides
+                )
+                for digest, data in zip(sums, (a, b), strict=True):
                     digest.update(data)
-                crc = zlib_ng.crc32(both[0], crc)
-                self.observer.advance(both[1].nbytes)
-                before, after = (np.frombuffer(data, dtype=np.uint8) for data in both)
-                is_changed = encoder.add(first, before, after) or is_changed
-            if is_changed:
-                encoder.finish()
-            else:
-                file.truncate(start)
+                crc = zlib_ng.crc32(a, crc)
+                self.observer.advance(b.nbytes)
+                yield low * item, a, b
+
+        start = file.seek(0, os.SEEK_END)
+        if self.encoding == "xor":
+            is_changed = _write_xor(file, read_blocks(), pair.b.nbytes)
+        else:
+            is_changed = _write_overwrite(file, read_blocks(), self.folder)
         self.base_crcs[pair.label] = crc
         for side, digest in zip(("a", "b"), sums, strict=True):
             self.entries[side][pair.label] = TensorEntry(
@@ -103,72 +101,42 @@ class Comparison:
         if is_changed:
             nbytes = file.seek(0, os.SEEK_END) - start
             self.frames[pair.label] = Frame(file, start, nbytes, sums[1].hexdigest())
+        else:
+            file.truncate(start)
 
 
-def _read_blocks(pair: TensorPair, gatherer: Gatherer) -> Iterator[tuple[int, tuple[memoryview, memoryview]]]:
-    """The bytes of both sides, block by block, each with the number of its first byte."""
-    item = pair.b.dtype.itemsize
-    sides = [(full_slice(pair.param, pair.name, state), Locator(state)) for state in (pair.a, pair.b)]
-    for low, high in block_ranges(0, pair.b.numel, BLOCK // item):
-        blocks = [
-            gatherer.read([(high - low, tensor.dtype, resolve(tensor, locator, low, high))])[0]
-            for tensor, locator in sides
-        ]
-        yield low * item, (blocks[0], blocks[1])
+def _write_xor(file: IO[bytes], blocks: Iterable[_Block], nbytes: int) -> bool:
+    """Write the exclusive or of a tensor's old and new bytes, compressed; whether any differ."""
+    import numpy as np
+
+    compressor, is_changed = _compressor(nbytes), False
+    for _, before, after in blocks:
+        changes = np.frombuffer(before, dtype=np.uint8) ^ np.frombuffer(after, dtype=np.uint8)
+        file.write(compressor.compress(changes.data))
+        is_changed = is_changed or bool(changes.any())
+    file.write(compressor.flush())
+    return is_changed
 
 
-class _XorEncoder:
-    """Compresses the exclusive or of a tensor's old and new bytes."""
+def _write_overwrite(file: IO[bytes], blocks: Iterable[_Block], folder: Path) -> bool:
+    """Write the number of bytes that differ, their positions and the new bytes, compressed; whether there are any."""
+    import numpy as np
 
-    def __init__(self, file: IO[bytes], nbytes: int, folder: Path) -> None:
-        self._file, self._compressor = file, _compressor(nbytes)
-
-    def add(self, first: int, before: NDArray[np.uint8], after: NDArray[np.uint8]) -> bool:
-        """Add the bytes from number `first` on; whether they differ."""
-        changes = before ^ after
-        self._file.write(self._compressor.compress(changes.data))
-        return bool(changes.any())
-
-    def finish(self) -> None:
-        """End the frame."""
-        self._file.write(self._compressor.flush())
-
-    def close(self) -> None:
-        """Nothing."""
-
-
-class _OverwriteEncoder:
-    """Collects positions and new bytes, then compresses their count, the positions and the bytes."""
-
-    def __init__(self, file: IO[bytes], nbytes: int, folder: Path) -> None:
-        self._file = file
-        self._parts = [TemporaryFile(dir=folder) for _ in range(2)]  # noqa: SIM115  # closed by `close`
-        self._count = 0
-
-    def add(self, first: int, before: NDArray[np.uint8], after: NDArray[np.uint8]) -> bool:
-        """Add the bytes from number `first` on; whether they differ."""
-        import numpy as np
-
-        at = np.flatnonzero(before != after)
-        self._parts[0].write((at + first).astype("<u4").tobytes())
-        self._parts[1].write(after[at].tobytes())
-        self._count += at.size
-        return bool(at.size)
-
-    def finish(self) -> None:
-        """Write the frame."""
-        compressor = _compressor(4 + 5 * self._count)
-        self._file.write(compressor.compress(self._count.to_bytes(4, "little")))
-        for part in self._parts:
+    with TemporaryFile(dir=folder) as positions, TemporaryFile(dir=folder) as values:
+        for first, before, after in blocks:
+            old, new = (np.frombuffer(data, dtype=np.uint8) for data in (before, after))
+            changed = np.flatnonzero(old != new)
+            positions.write((changed + first).astype("<u4").tobytes())
+            values.write(new[changed].tobytes())
+        count = values.tell()
+        compressor = _compressor(4 + 5 * count)
+        file.write(compressor.compress(count.to_bytes(4, "little")))
+        for part in (positions, values):
             part.seek(0)
             while data := part.read(BLOCK):
-                self._file.write(compressor.compress(data))
-        self._file.write(compressor.flush())
-
-    def close(self) -> None:
-        """Close the collected parts."""
-        for part in self._parts:
-            part.close()
+                file.write(compressor.compress(data))
+        file.write(compressor.flush())
+    return bool(count)
 
 
 def _compressor(nbytes: int) -> Any:

@@ -154,7 +154,7 @@ def read_delta(folder: Path) -> Delta:
             f"{describe_value(places)}. Copy the folder again"
         )
     for key, known in (("delta_encoding", CODECS), ("compression_format", ("zstd",)), ("checksum_format", CHECKSUMS)):
-        if metadata.get(key) not in known:
+        if not isinstance(metadata.get(key), str) or metadata[key] not in known:
             raise UnsupportedError(
                 f"expected {key} to be {' or '.join(known)} in {path}; got {describe_value(metadata.get(key))}"
             )

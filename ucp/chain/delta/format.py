@@ -30,7 +30,7 @@ from ucp.contract.locating import Evidence
 from ucp.contract.model import CONFIG_EXTRA
 from ucp.contract.protocols import Format, SourceOptions
 from ucp.contract.registry import recognise
-from ucp.core.index import WEIGHT, Fragment, Index, SourceFile, StateIndex
+from ucp.core.index import WEIGHT, Fragment, Index, StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.region import Box
 from ucp.core.tensor import Record, TensorRef, contiguous_strides
@@ -67,7 +67,8 @@ class DeltaFormat(Format):
         """Index of the newest version, or of the wanted one. Raises SourceError, UsageError."""
         root = path_of(to_absolute(path.parent if path.name == INDEX else path))
         at = None if self.options.at is None else str(self.options.at)
-        folder = root if is_delta(root) else _choose_version(root, at)
+        folders = {version_of_folder(folder.name): folder for folder in _list_versions(root)}
+        folder = root if is_delta(root) else folders.get(at, [*folders.values()][-1])  # which may lead to it
         deltas, full = read_links(folder)
         versions = [version_of_folder(full.name) or deltas[0].base_version, *(delta.version for delta in deltas)]
         if at not in (None, *versions):
@@ -83,12 +84,6 @@ def _list_versions(root: Path) -> list[Path]:
     versions = {name: int(text) for name in names_in(root) if (text := version_of_folder(name)) is not None}
     folders = [root / name for name in sorted(versions, key=lambda name: versions[name])]
     return [folder for folder in folders if any(name.endswith((INDEX, ".safetensors")) for name in names_in(folder))]
-
-
-def _choose_version(root: Path, at: str | None) -> Path:
-    """The folder of the wanted version, or of the newest, which may lead to it."""
-    folders = {version_of_folder(folder.name): folder for folder in _list_versions(root)}
-    return folders.get(at, [*folders.values()][-1])
 
 
 def read_links(folder: Path) -> tuple[list[Delta], Path]:
@@ -157,7 +152,9 @@ def patch_index(base: Index, deltas: Sequence[Delta]) -> Index:
     patched = {
         key: replace(
             _patch_state(key, state, patches.get(key, ())),
-            checksum=f"xxh3-128:{listed[key].checksum}" if key in listed else _last_checksum(patches.get(key, ())),
+            checksum=f"xxh3-128:{listed[key].checksum}"
+            if key in listed
+            else next((delta.patches[label].checksum for delta, label in reversed(patches.get(key, ()))), ""),
         )
         for key, state in states.items()
     }
@@ -176,7 +173,14 @@ def patch_index(base: Index, deltas: Sequence[Delta]) -> Index:
         step=None if newest.listed is None else newest.listed.step,
         atoms=atoms,
         extras=kept,
-        files=(*base.files, *_list_files(deltas)),
+        files=(
+            *base.files,
+            *(
+                source_file(to_absolute(delta.folder / name), f"delta, version {delta.version}")
+                for delta in deltas
+                for name in delta.files
+            ),
+        ),
         records=(*base.records, *_list_records(base, deltas, states)),
         notes=(*base.notes, *unchecked, *(["hyper-parameters are those of the full version"] if base.groups else [])),
         dropped=(*base.dropped, *([f"{left} other entries of the full version: a delta has none"] if left else [])),
@@ -202,10 +206,6 @@ def _is_repeated(label: str, key: tuple[str, str], delta: Delta) -> bool:
     if delta.patches[label].checksum != delta.patches[key[0]].checksum:
         raise MalformedError(f"expected one tensor in {delta.folder}, as they are tied: {label} and {key[0]} differ")
     return True
-
-
-def _last_checksum(patches: Sequence[tuple[Delta, str]]) -> str:
-    return patches[-1][0].patches[patches[-1][1]].checksum if patches else ""
 
 
 def _match_list(
@@ -289,7 +289,7 @@ def _list_records(
         key = _find_state(label, base, states)
         taken = [piece.ref for piece in states[key].fragments if not piece.replica] if key else []
         for ref in taken if len(taken) == 1 else ():
-            if not isinstance(ref, TensorRef) or not _is_plain(ref):
+            if not isinstance(ref, TensorRef) or not ref.nbytes or not ref.is_contiguous or ref.codec:
                 continue
             if ref.path not in summed:
                 yield _record(f"{label} of the version that {deltas[0].folder.name} was made from", ref, crc)
@@ -302,15 +302,5 @@ def _list_records(
         )
 
 
-def _is_plain(ref: TensorRef) -> bool:
-    return bool(ref.nbytes) and ref.is_contiguous and not ref.codec
-
-
 def _record(name: str, ref: TensorRef, crc: int) -> Record:
     return Record(path=ref.path, name=name, offset=ref.offset, nbytes=ref.nbytes, crc32=crc)
-
-
-def _list_files(deltas: Sequence[Delta]) -> Iterator[SourceFile]:
-    for delta in deltas:
-        for name in delta.files:
-            yield source_file(to_absolute(delta.folder / name), f"delta, version {delta.version}")

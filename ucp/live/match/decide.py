@@ -197,7 +197,7 @@ def decide(matching: Matching, used: Used, options: LoadOptions) -> Decision:
         run=run,
         items=tuple(item for item in items if item.slice.param not in options.kept),
         without_states=tuple(name for name in without_states if matched[name] not in options.kept),
-        hyper=tuple(hyper),
+        hyper=tuple(hyper) if index.atoms.keys() - options.kept else (),
         findings=findings,
     )
 

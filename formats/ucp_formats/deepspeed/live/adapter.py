@@ -114,7 +114,7 @@ def _find_scaler(engine: Any) -> Any:
     return getattr(optimizer, "loss_scaler", None) if is_scaled else None
 
 
-def _read_state(engine: Any, topology: Topology) -> FrameworkState:
+def _read_state(engine: Any) -> FrameworkState:
     """What the engine saves beside tensors, under the names that the reader of its files gives them (`EXTRAS`)."""
     optimizer, scaler = engine.optimizer, _find_scaler(engine)
     counts = {key: getattr(engine, key) for key in ("global_steps", "global_samples", "skipped_steps")}
@@ -131,14 +131,12 @@ def _read_state(engine: Any, topology: Topology) -> FrameworkState:
         extras["loss_scaler"] = {key: getattr(scaler, key) for key in SCALE_NUMBERS} if is_config else scaler
     if engine.has_moe_layers:
         extras["num_experts"] = engine.num_experts
+    pp = engine.module.topology().get_dim("pipe") if engine.pipeline_parallelism else 1
+    used = {getattr(param, "group_name", "") for param in engine.module.parameters()}  # other engines made others
+    ep = max((group.size() for name, group in engine.expert_parallel_group.items() if name in used), default=1)
+    dp, tp, stage = engine.seq_dp_world_size, engine.mp_world_size // pp, engine.zero_optimization_stage()
+    topology = Topology(dp=dp, tp=tp, pp=pp, ep=ep, zero=stage)
     return FrameworkState(origin="deepspeed", extras=extras, step=engine.global_steps, topology=topology)
-
-
-def _find_topology(engine: Any) -> Topology:
-    ranks = engine.seq_dp_world_size
-    pp = engine.module.topology().get_dim("pipe") if hasattr(engine.module, "topology") else 1
-    ep = max((group.size() for group in engine.expert_parallel_group.values()), default=1)
-    return Topology(dp=ranks, tp=engine.mp_world_size // pp, pp=pp, ep=ep, zero=engine.zero_optimization_stage())
 
 
 def _refuse(engine: Any) -> None:
@@ -219,8 +217,8 @@ class DeepSpeedAdapter:
         named = name_module(engine.module, engine.expert_parallel_group)
         wrapped = unwrap_optimizer(engine.optimizer, named)
         model = _describe_model(named, wrapped)
-        state = _read_state(engine, _find_topology(engine))
-        run = LiveRun(model=model, finish=wrapped.finish, has_global_parts=not is_cut, state=state)
+        read = partial(_read_state, engine)
+        run = LiveRun(model=model, finish=wrapped.finish, has_global_parts=not is_cut, state=read)
         if request.optimizer is False:
             return run
         return replace(run, optimizer=wrapped.optimizer, resume=partial(resume, engine))

@@ -1,9 +1,9 @@
 """One rank of `test_replay.py`: a mixture of experts, expert- and pipeline-parallel, that saves sparse windows.
 
-torchrun --nproc-per-node N replay_worker.py train|recover PP OUT
+torchrun --nproc-per-node N replay_worker.py train|recover|stages PP OUT
 
 `train` writes down what the run holds after each iteration, and is killed. `recover` replays the newest window in new
-processes, and goes on.
+processes, and goes on. `stages` lets one stage after the other fail, and replays it alone.
 """
 
 from __future__ import annotations
@@ -107,6 +107,8 @@ class Run:
         self.optimizer = torch.optim.AdamW([*(self.masters or self.params).values()], lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=3, gamma=0.5)
         self.topology = f"dp={EP},ep={EP},pp={pp}"
+        self.log = ucp.replay.StageLog()
+        self.is_alone = False
 
     def backward(self, iteration: int) -> None:
         """Forward and backward of all micro-batches, through the pipeline; gradients are averaged over the ranks."""
@@ -125,12 +127,12 @@ class Run:
                 loss = nn.functional.cross_entropy(self.model["head"](hidden).float(), tokens.roll(1))
                 (loss / MICRO).backward()
             else:
-                dist.send(hidden.detach(), self.rank + EP)
+                self.send(hidden.detach(), iteration, micro)
                 gradient = torch.empty_like(hidden)
                 dist.recv(gradient, self.rank + EP)
                 hidden.backward(gradient)
             if self.stage:
-                dist.send(received.grad, self.rank - EP)
+                self.send(received.grad, iteration, micro)
         for name, param in self.params.items():
             if param.grad is not None:
                 param.grad /= EP
@@ -168,6 +170,19 @@ class Run:
         self.update(scalars["clip_norm"])
         assert all(torch.equal(param, weights[name]) for name, param in self.params.items() if name not in active)
 
+    def send(self, tensor: torch.Tensor, iteration: int, micro: int) -> None:
+        """Send to the other stage, and keep for a replay; while this stage is replayed alone, the other has it."""
+        self.log.keep(tensor, iteration=iteration, micro=micro, to="other")
+        if not self.is_alone:
+            dist.send(tensor, self.rank + (-EP if self.stage else EP))
+
+    def feed(self, iteration: int, active: frozenset[str], scalars: Mapping[str, Any]) -> None:
+        """Send the other stage, which is replayed, what it got in an iteration."""
+        assert not active
+        for micro in range(MICRO):
+            sent = self.log.get(iteration=iteration, micro=micro, to="other")
+            dist.send(sent, self.rank + (-EP if self.stage else EP))
+
     def save(self, folder: Path, step: int, plan: Any, norm: torch.Tensor) -> ucp.SaveHandle:
         return ucp.save(
             self.model,
@@ -195,29 +210,72 @@ class Run:
         return {name: value.clone() for name, value in states.items()}
 
 
-def train(pp: int, out: Path) -> None:
-    """Train and save; the last run is killed while it saves."""
-    for name, dtype in DTYPES.items():
-        folder, run, truth = out / f"chain-{name}", Run(pp, dtype, 0), {}
-        plan: Any = ucp.Full()
-        for step in range(1, LAST + 1):
-            run.backward(step)
-            norm = run.update()
-            truth[step] = run.states()
-            if step <= KILLED:
-                handle = run.save(folder, step, plan, norm)
-            if step == 1:
-                handle.wait()
-                nbytes = ucp.inspect(folder / "step1").nbytes
-                popularity = {f"layers.{layer}.moe": [3, 1, 2, 4] for layer in range(2)}
-                plan = ucp.SparseWindow.fit(
-                    folder / "step1", bandwidth=BUDGET[name] * nbytes, seconds=1.0, first=2, popularity=popularity
-                )
-                assert len(plan.slots) > 2
-        torch.save(truth, out / f"truth-{name}-{run.rank}.pt")
-        if name != list(DTYPES)[-1]:
+def save_windows(run: Run, name: str, out: Path, last: int) -> dict[int, dict[str, torch.Tensor]]:
+    """Train and save. What the run holds after each iteration."""
+    folder, truth = out / f"chain-{name}", {}
+    plan: Any = ucp.Full()
+    for step in range(1, last + 1):
+        run.backward(step)
+        norm = run.update()
+        truth[step] = run.states()
+        if step <= KILLED:
+            handle = run.save(folder, step, plan, norm)
+        if step == 1 or step == last == KILLED:
             handle.wait()
+        if step == 1:
+            nbytes = ucp.inspect(folder / "step1").nbytes
+            popularity = {f"layers.{layer}.moe": [3, 1, 2, 4] for layer in range(2)}
+            plan = ucp.SparseWindow.fit(
+                folder / "step1", bandwidth=BUDGET[name] * nbytes, seconds=1.0, first=2, popularity=popularity
+            )
+            assert len(plan.slots) > 2
+    return truth
+
+
+def train(pp: int, out: Path) -> None:
+    """The run that is killed; its last save may not be whole."""
+    for name, dtype in DTYPES.items():
+        truth = save_windows(Run(pp, dtype, 0), name, out, LAST)
+        torch.save(truth, out / f"truth-{name}-{dist.get_rank()}.pt")
+    dist.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def replay_stages(pp: int, out: Path) -> Iterator[dict[str, Any]]:
+    """One stage after the other fails, and is replayed with what the other one had sent it."""
+    for name, dtype in DTYPES.items():
+        run = Run(pp, dtype, 0)
+        truth = save_windows(run, name, out, KILLED)
+        norms = {n: ucp.open(out / f"chain-{name}/step{n}").extra("clip_norm") for n in range(2, KILLED + 1)}
+        result: dict[str, Any] = {"differing": []}
+        for failed in range(pp):
+            survives, generator = run.stage != failed, torch.get_rng_state()
+            new = Run(pp, dtype, 70)  # on all ranks, as it makes process groups
+            new.is_alone = True
+            if survives:
+                torch.set_rng_state(generator)
+            else:
+                run = new
+            options = {"masters": run.masters, "scheduler": run.scheduler, "keep": survives}
+            step = run.feed if survives else run.replay
+            report = ucp.densify(out / f"chain-{name}", step, run.model, run.optimizer, run.topology, **options)
+            result["differing"] += list_differing(run, truth[KILLED if survives else report.iteration])
+            for iteration in range(report.iteration + 1, KILLED + 1):  # what the other stage has done since
+                active = frozenset() if survives else frozenset(run.params)
+                step(iteration, active, {"clip_norm": norms[iteration]})
+            result["differing"] += list_differing(run, truth[KILLED])
+            run.is_alone = False
+        for iteration in range(KILLED + 1, LAST + 1):
+            run.backward(iteration)
+            run.update()
+        result["logged"] = run.log.nbytes
+        run.log.forget(before=LAST)
+        result["logged at last"] = run.log.nbytes
+        whole = Run(pp, dtype, 0)
+        for iteration in range(1, LAST + 1):
+            whole.backward(iteration)
+            whole.update()
+        yield {**result, "at the end": list_differing(run, whole.states())}
 
 
 def list_differing(run: Run, truth: Mapping[str, torch.Tensor]) -> list[str]:
@@ -275,8 +333,8 @@ def main() -> None:
     torch.set_num_threads(1)
     if mode == "train":
         train(pp, out)
-    results = list(recover(pp, out))
-    (out / f"recover-{dist.get_rank()}.json").write_text(json.dumps(results))
+    results = list(recover(pp, out) if mode == "recover" else replay_stages(pp, out))
+    (out / f"{mode}-{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 

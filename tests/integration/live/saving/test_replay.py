@@ -41,3 +41,13 @@ def test_a_killed_run_is_replayed_bit_for_bit(tmp_path: Path, pp: int) -> None:
             assert "clip_norm" in result["refused"]
     for dtype in ("float32", "bfloat16"):
         assert ucp.verify(tmp_path / f"chain-{dtype}").ok
+
+
+def test_one_stage_is_replayed_from_what_the_other_sent(tmp_path: Path) -> None:
+    replayed = run_ranks("stages", 2, tmp_path)
+    assert replayed.returncode == 0, replayed.stderr[-4000:]
+    for rank in range(4):
+        for result in json.loads((tmp_path / f"stages-{rank}.json").read_text()):
+            assert result["differing"] == []
+            assert result["at the end"] == []
+            assert result["logged"] > result["logged at last"] > 0

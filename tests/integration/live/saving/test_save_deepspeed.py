@@ -97,6 +97,21 @@ def test_ucp_saves_what_deepspeed_saves(source: str, trained: Path) -> None:
     assert {key: extras[0]["engine"][key] for key in extras[1]["engine"]} == extras[1]["engine"]
 
 
+def test_a_link_of_some_experts_of_deepspeed(trained: Path) -> None:
+    """Two of four experts are of the newest iteration, one of each rank."""
+    folder = trained / "z1-ep2"
+    chain, before, after = (ucp.open(folder / name) for name in ("", "saved", "saved-later"))
+    newest = [name for name, atom in chain.items() if atom.index.iteration is None]
+    numbers = sorted({int(name.split(".")[-2]) for name in newest if "experts" in name})
+    assert len(numbers) == 2
+    assert [number // 2 for number in numbers] == [0, 1]
+    assert chain.step == 8
+    for name, atom in chain.items():
+        for state in atom.states:
+            truth = after if name in newest else before
+            assert chain.read(name, state).equal(truth.read(name, state)), (name, state)
+
+
 @pytest.mark.parametrize("resume", RESUMES, ids=lambda resume: resume.name)
 def test_a_run_goes_on_from_it(resume: Resume, trained: Path, resumed: Path) -> None:
     before, after = _read(trained / resume.source), _read(resumed / resume.name)

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import ucp
 from tests.unit.live.threads import ThreadRanks
 from tests.unit.live.threads import run as run_threads
-from ucp.errors import DestinationError, UsageError
+from ucp.errors import DestinationError, MalformedError, UsageError
 
 
 def make_model(value: float) -> nn.Module:
@@ -37,6 +39,15 @@ def test_every_save_is_a_link(tmp_path: Path) -> None:
     assert links == [{"path": "step10", "iteration": 10}, {"path": "step20", "iteration": 20}]
     assert ucp.open(tmp_path / "chain").read("weight")[0, 0].item() == 20
     assert ucp.open(tmp_path / "chain", at=15).read("weight")[0, 0].item() == 10
+
+
+def test_links_that_are_exchanged_are_refused(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save(tmp_path, step)
+    for a, b in ((10, 0), (20, 10), (0, 20)):
+        (tmp_path / f"step{a}").rename(tmp_path / f"step{b}")
+    with pytest.raises(MalformedError, match=r"step\d0"):
+        ucp.open(tmp_path)
 
 
 def test_a_link_is_newer_than_the_last_and_has_a_step(tmp_path: Path) -> None:
@@ -251,3 +262,43 @@ def test_windows_stay_whole(tmp_path: Path) -> None:
         path, extras = tmp_path / f"step{step}", {"clip_norm": None}
         ucp.save(make_moe(step), None, None, path, step=step, plan=plan, chain=True, extras=extras, keep=1)
     assert steps_of(tmp_path) == [4, 5, 6, 7, 8]  # a whole window, and the one that is being saved
+
+
+LAYOUTS = st.sampled_from(["dp=1", "dp=2", "dp=2,ep=2", "dp=4,ep=2", "dp=4,ep=4"])
+
+
+def count_ranks(topology: str) -> int:
+    return int(topology.partition(",")[0].removeprefix("dp="))
+
+
+def make_rank_model(topology: str, rank: int) -> nn.Module:
+    """This rank's experts, numbered from 0, and the router; no two tensors are alike."""
+    ep = int(topology.partition("ep=")[2] or 1)
+    local = EXPERTS // ep
+    model = make_moe(0, local)
+    nn.init.constant_(model["moe"]["router"].weight, 100)
+    for number, expert in enumerate(model["moe"]["experts"]):
+        nn.init.constant_(expert.weight, rank % ep * local + number)
+    return model
+
+
+@settings(max_examples=6, deadline=None)
+@given(saved=LAYOUTS, loaded=LAYOUTS)
+def test_what_is_saved_at_one_topology_is_loaded_at_another(
+    tmp_path_factory: pytest.TempPathFactory, saved: str, loaded: str
+) -> None:
+    path = tmp_path_factory.mktemp("run") / "step1"
+
+    def save_all(ranks: ThreadRanks) -> None:
+        ucp.save(make_rank_model(saved, ranks.rank), None, saved, path, step=1, process_group=ranks)
+
+    def load_all(ranks: ThreadRanks) -> bool:
+        expected = make_rank_model(loaded, ranks.rank).state_dict()
+        model = make_rank_model(loaded, ranks.rank)
+        for param in model.parameters():
+            nn.init.constant_(param, -1)
+        ucp.load_into(model, loaded, path, process_group=ranks)
+        return all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+
+    assert run_threads(count_ranks(saved), save_all) == [None] * count_ranks(saved)
+    assert run_threads(count_ranks(loaded), load_all) == [True] * count_ranks(loaded)

@@ -114,7 +114,9 @@ PLAN = ucp.SparseWindow(
 )
 
 
-def train(folder: Path, dtype: torch.dtype, last: int = 10) -> dict[int, dict[str, torch.Tensor]]:
+def train(
+    folder: Path, dtype: torch.dtype, last: int = 10, keep: int | None = None
+) -> dict[int, dict[str, torch.Tensor]]:
     """Links of every iteration; iteration to what the run held after it."""
     run = Run(0, dtype)
     truth = {}
@@ -123,7 +125,8 @@ def train(folder: Path, dtype: torch.dtype, last: int = 10) -> dict[int, dict[st
         norm = run.update()
         plan, extras = (ucp.Full(), {}) if step == 1 else (PLAN, {"clip_norm": norm})
         arguments = {"masters": run.masters, "scheduler": run.scheduler, "step": step, "extras": extras}
-        ucp.save(run.model, run.optimizer, None, folder / f"step{step}", plan=plan, chain=True, **arguments)
+        arguments |= {"plan": plan, "chain": True, "keep": keep}
+        ucp.save(run.model, run.optimizer, None, folder / f"step{step}", **arguments)
         truth[step] = run.states()
     return truth
 
@@ -156,6 +159,13 @@ def test_a_window_replayed_is_the_run(tmp_path: Path, dtype: torch.dtype) -> Non
         run.backward(step)
         run.update()
     assert list_differing(run, truth[10]) == []
+
+
+def test_a_chain_that_keeps_one_window_is_replayed(tmp_path: Path) -> None:
+    truth = train(tmp_path, torch.bfloat16, last=9, keep=1)
+    assert sorted(path.name for path in tmp_path.glob("step*")) == [f"step{step}" for step in range(5, 10)]
+    run, _ = densify(tmp_path, torch.bfloat16)
+    assert list_differing(run, truth[7]) == []
 
 
 def test_steps_may_train_what_is_frozen(tmp_path: Path) -> None:
@@ -194,11 +204,12 @@ def test_without_the_norm_it_is_refused_and_with_another_it_differs(
 
 
 def test_incomplete_windows_and_other_checkpoints(tmp_path: Path) -> None:
-    train(tmp_path / "chain", torch.float32, last=6)
+    train(tmp_path / "chain", torch.float32)
     run = Run(1, torch.float32)
-    ucp.add_to_chain(tmp_path / "gap", [tmp_path / f"chain/step{step}" for step in (2, 4, 5, 6)])
-    with pytest.raises(MissingStateError, match="iteration 2"):
-        ucp.densify(tmp_path / "gap", run.replay, run.model, run.optimizer)
+    for steps in ((2, 4, 5, 6), (2, 6, 10)):  # of the second, each link has another slot
+        ucp.add_to_chain(tmp_path / str(steps), [tmp_path / f"chain/step{step}" for step in steps])
+        with pytest.raises(MissingStateError, match="iteration 2"):
+            ucp.densify(tmp_path / str(steps), run.replay, run.model, run.optimizer)
     with pytest.raises(UsageError, match="ucp"):
         ucp.densify(tmp_path / "chain/step1", run.replay, run.model, run.optimizer)
 
@@ -232,3 +243,67 @@ def test_clip_is_that_of_torch(dtype: torch.dtype) -> None:
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours, theirs, strict=True))
     ucp.replay.clip(ours, 0.1, None)
     assert torch.equal(ours[0].grad, theirs[0].grad)
+
+
+def test_ranks_that_keep_what_they_hold_only_take_part(tmp_path: Path) -> None:
+    train(tmp_path, torch.bfloat16, last=4)
+    run, steps = Run(3, torch.bfloat16), []
+    run.backward(1)
+    run.update()
+    before = run.states()
+    options = {"masters": run.masters, "scheduler": run.scheduler, "keep": True}
+    ucp.densify(tmp_path, lambda *step: steps.append(step[:2]), run.model, run.optimizer, **options)
+    assert steps == [(3, frozenset()), (4, frozenset())]
+    assert list_differing(run, before) == []
+
+
+def test_a_log_keeps_copies_until_they_are_dropped() -> None:
+    log, sent = ucp.replay.StageLog(), torch.ones(3)
+    for iteration in (4, 5):
+        assert log.keep(sent, iteration=iteration, micro=0, to="next") is sent
+    sent.zero_()
+    assert torch.equal(log.get(iteration=4, micro=0, to="next"), torch.ones(3))
+    assert log.nbytes == 24
+    log.forget(before=5)
+    assert log.nbytes == 12
+    for wrong in ({"iteration": 4}, {"micro": 1}, {"to": "previous"}):
+        with pytest.raises(MissingStateError, match="5 to 5"):
+            log.get(**{"iteration": 5, "micro": 0, "to": "next", **wrong})
+
+
+def step_scaled(run: Run, scaler: Any, iteration: int, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A step with a loss scaler, which skips the third because of a gradient of the embedding."""
+    tokens = torch.randint(11, (BATCH,), generator=torch.Generator().manual_seed(iteration))
+    hidden = run.model["layers"][0](run.model["emb"](tokens))
+    scaler.scale(nn.functional.cross_entropy(run.model["head"](hidden), tokens.roll(1))).backward()
+    scaler.unscale_(run.optimizer)
+    if known is None:
+        norm = nn.utils.get_total_norm([param.grad for param in run.model.parameters() if param.grad is not None])
+        known = {"clip_norm": norm, "skipped": iteration == 3}
+    if not known["skipped"]:
+        ucp.replay.clip(run.model.parameters(), CLIP, known["clip_norm"])
+        run.optimizer.step()
+    scaler.update(scaler.get_scale() / 2 if known["skipped"] else None)
+    run.model.zero_grad()
+    return {name: known[name] for name in ("clip_norm", "skipped")}
+
+
+def test_a_skipped_step_is_replayed_as_one(tmp_path: Path) -> None:
+    run, scaler, seen = Run(0, torch.float32), torch.amp.GradScaler("cpu", init_scale=64.0), []
+    for iteration in range(1, 5):
+        extras = step_scaled(run, scaler, iteration)
+        plan = ucp.Full() if iteration == 1 else PLAN
+        options = {"plan": plan, "step": iteration, "chain": True, "scaler": scaler, "extras": extras}
+        ucp.save(run.model, run.optimizer, None, tmp_path / f"{iteration}", **options)
+    truth = run.states()
+    run, scaler = Run(1, torch.float32), torch.amp.GradScaler("cpu", init_scale=1.0)
+
+    def replay(iteration: int, active: frozenset[str], scalars: Mapping[str, Any]) -> None:
+        seen.append((iteration, scaler.get_scale(), scalars["skipped"]))
+        with ucp.replay.frozen(run.model, active):
+            step_scaled(run, scaler, iteration, scalars)
+
+    ucp.densify(tmp_path, replay, run.model, run.optimizer, scaler=scaler)
+    assert seen == [(3, 64.0, True), (4, 32.0, False)]
+    assert scaler.get_scale() == 32
+    assert list_differing(run, truth) == []

@@ -119,3 +119,41 @@ def test_plans_that_do_not_fit_are_refused() -> None:
             make()
     with pytest.raises(UnsupportedError):
         PartialExperts(1).find_unsaved({"layers.0.moe.experts.w1": (4, 2, 2)}, turn=0, ep=1)
+
+
+@given(SIZES, st.floats(0, 0.05), st.floats(0.0001, 0.2), st.lists(st.integers(0, 40), max_size=12))
+def test_losses_stay_within_the_limit_under_dynamic_k(
+    sizes: tuple[int, int, int, int], limit: float, interval: float, saves_between_faults: list[int]
+) -> None:
+    """A recovery makes the experts that it restores the newest there are: their ages begin anew."""
+    ep, of_rank, k, _ = sizes
+    experts, lost, turn = ep * of_rank, 0.0, 0
+    plan = PartialExperts(k).raise_k(experts, lost=0.0, interval=interval, limit=limit)
+    for saves in saves_between_faults:
+        ages = [0] * experts
+        for _ in range(saves):
+            saved = choose_by_turns(min(plan.k, experts), turn=turn, layer=0, experts=experts, ep=ep)
+            ages = [0 if expert in saved else age + 1 for expert, age in enumerate(ages)]
+            turn += 1
+        lost += sum(ages) / experts * interval
+        assert lost <= limit + 1e-9
+        raised = plan.raise_k(experts, lost=lost, interval=interval, limit=limit)
+        assert raised.k in (experts, *(min(plan.k, experts) * 2**power for power in range(8)))
+        plan = raised
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.data())
+def test_experts_that_were_written_longest_ago_are_written(of_turn: int, turns: int, data: st.DataObject) -> None:
+    experts, written = of_turn * turns, data.draw(st.integers(1, of_turn))
+    shapes = {f"layers.0.moe.experts.{expert}.w1": (2, 2) for expert in range(experts)}
+    plan, last = PartialExperts(of_turn, written=written), dict[str, int]()
+    most = turns * -(-of_turn // written)
+    for turn in range(3 * most):
+        kept = shapes.keys() - plan.find_unsaved(shapes, turn=turn, ep=1)
+        saved = shapes.keys() - plan.find_unsaved(shapes, turn=turn, ep=1, last=last)
+        assert saved <= kept
+        assert len(saved) == written
+        last |= dict.fromkeys(saved, turn)
+        if turn >= most - 1:
+            assert len(last) == experts
+            assert max(turn - step for step in last.values()) < most

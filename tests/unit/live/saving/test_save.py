@@ -15,7 +15,9 @@ import ucp
 import ucp.saving.save
 from tests.unit.live.threads import ThreadRanks
 from tests.unit.live.threads import run as run_threads
+from ucp.contract.layouts import chunk_axis
 from ucp.core.index import Kind
+from ucp.core.layout import Layout
 from ucp.errors import (
     DestinationError,
     MalformedError,
@@ -25,8 +27,9 @@ from ucp.errors import (
     UnsupportedError,
     UsageError,
 )
+from ucp.live.parts import LivePart
 from ucp.saving.commit import begin, commit, growing_folder, merge_facts
-from ucp.saving.holdings import RankFacts
+from ucp.saving.holdings import RankFacts, _describe_state
 
 
 class Tied(nn.Module):
@@ -222,3 +225,24 @@ def test_stages_and_experts_get_their_names_in_the_whole_model(tmp_path: Path) -
     run_threads(2, save)
     checkpoint = ucp.open(tmp_path / "run")
     assert [checkpoint.read(f"layers.{n}.weight")[0, 0].item() for n in range(4)] == [0, 1, 10, 11]
+
+
+def test_a_range_of_one_element_is_no_count() -> None:
+    """As ZeRO leaves one at the border of two ranks; a count of the optimizer has no dims, or is `step`."""
+    part = LivePart(local_shape=(2, 2), layout=Layout(flat=(chunk_axis(4),)), coords={chunk_axis(4).axis: 3})
+    held = _describe_state("w/exp_avg", torch.ones(1), part, (2, 2))
+    assert held.tensor is not None
+    assert [str(placed.box) for placed in held.boxes] == ["[1:2, 1:2]"]
+    for label, value in (("w/step", torch.ones(1)), ("w/mu_product", torch.tensor(1.0))):
+        assert _describe_state(label, value, part, (2, 2)).facts.value is not None
+
+
+def test_a_failed_removal_of_links_says_that_the_save_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EACCES, "not yours")
+
+    ucp.save(nn.Linear(2, 2), None, None, tmp_path / "step1", step=1, chain=True)
+    monkeypatch.setattr("ucp.saving.job.collect_links", fail)
+    with pytest.raises(DestinationError, match="step2"):
+        ucp.save(nn.Linear(2, 2), None, None, tmp_path / "step2", step=2, chain=True, keep=1)
+    assert ucp.open(tmp_path).step == 2

@@ -137,6 +137,8 @@ def test_each_link_has_one_slot_in_full_and_casts_of_later_ones(tmp_path: Path) 
         for name in set(link) - {"seen"}:
             is_full = SLOT_OF[name] == slot
             assert link[name].index.is_cast is not is_full
+            nbytes = sum(state.nbytes for key, state in link[name].index.states.items() if key != "step")
+            assert nbytes == link[name].index.states["weight"].numel * (12 if is_full else 2)  # MoEtion: 83 % less
             assert set(link[name].states) == ({"weight", "step", "exp_avg", "exp_avg_sq"} if is_full else {"weight"})
             assert link.read(name)[0, 0].item() == (step + 2**-20 if is_full else step)
             assert link[name].dtype("weight") is (torch.float32 if is_full else torch.bfloat16)
@@ -160,6 +162,7 @@ def test_the_first_link_has_the_weights_of_its_iteration(tmp_path: Path) -> None
     save_links(tmp_path / "chain", range(1, 3))
     ucp.convert(tmp_path / "chain/step1", tmp_path / "weights", dtypes={"weight": "bfloat16"}, verify=True)
     weights = ucp.open(tmp_path / "weights")
+    assert any("2 parameters have only" in note for note in ucp.inspect(tmp_path / "chain/step1").notes)
     assert {weights.read(name)[0, 0].item() for name in SLOT_OF} == {1}
     model = Moe()
     with pytest.raises(ucp.UcpError, match=r"emb\.weight"):  # not to be resumed from

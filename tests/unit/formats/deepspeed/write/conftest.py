@@ -1,35 +1,27 @@
-"""A source of made-up tensors, and a writer that carries out a plan without the engine."""
+"""A source of made-up tensors, and what a target writes of it."""
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from ucp.contract.protocols import Target
-from ucp.core.index import AtomIndex, Extra, Fragment, Index, Kind, ParamGroup, StateIndex
-from ucp.core.region import Box
-from ucp.core.target import OutputFile, TargetOptions, TargetPlan
-from ucp.core.tensor import DType, InlineTensor, TensorRef, contiguous_strides
+from ucp.contract.registry import engine
+from ucp.core.index import Extra, Index, Kind, ParamGroup, StateIndex
+from ucp.core.target import TargetOptions, TargetPlan
+from ucp.core.tensor import DType, TensorRef
 from ucp.core.topology import Topology
 from ucp.io.pickle.values import Stub
 from ucp.io.torch_file.archive import read_archive
-from ucp.transfer.plan.job import check_target
-
-Array = NDArray[np.generic]
-
-BF16 = np.dtype("<u2")
-"""bf16 kept as its bits; the numbers in these tests are small integers, exact in bf16."""
-
-
-def to_bf16(array: NDArray[np.float32]) -> Array:
-    return (array.astype("<f4").view("<u4") >> 16).astype(BF16)
+from ucp.testing.handmade import Shards, inline, make_index
+from ucp.transfer.output_files import create_file
+from ucp.transfer.plan.job import make_job
 
 
 @dataclass
@@ -47,71 +39,43 @@ class Source:
     model_dtype: DType | None = None
     extras: Sequence[Extra] = ()
     topology: Topology = field(default_factory=lambda: Topology(dp=4, zero=1))
-    aliases: Mapping[str, str] | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.path = self.root / "source.bin"
         self.arrays: dict[str, NDArray[np.float32]] = {}
-        self._offsets: dict[str, int] = {}
-        self._data = bytearray()
-        group_of = {name: number for number, names in enumerate(self.groups) for name in names}
+        states_of = {name: states for names, states in zip(self.groups, self.states, strict=True) for name in names}
+        first = 1
         for name, shape in self.shapes.items():
-            kinds = ["weight", *(self.states[group_of[name]] if name in group_of else ())]
-            for kind in kinds:
-                self._add(f"{name}/{kind}", shape)
-        self.path.write_bytes(self._data)
-
-    def _add(self, key: str, shape: tuple[int, ...]) -> None:
-        numel = int(np.prod(shape))
-        first = sum(array.size for array in self.arrays.values()) + 1
-        self.arrays[key] = (np.arange(first, first + numel, dtype="<f4") % 251).reshape(shape)
-        self._offsets[key] = len(self._data)
-        self._data += self.arrays[key].tobytes()
+            numel = int(np.prod(shape))
+            for state in ("weight", *states_of.get(name, ())):
+                values = np.arange(first, first + numel, dtype="<f4") % 251
+                self.arrays[f"{name}/{state}"] = values.reshape(shape)
+                first += numel
 
     def index(self) -> Index:
-        group_of = {name: number for number, names in enumerate(self.groups) for name in names}
-        atoms = {name: self._atom(name, group_of.get(name)) for name in self.shapes}
-        return Index(
-            path=str(self.root),
-            format="test",
-            evidence=(),
-            producer="test",
-            topology=self.topology,
-            step=7,
-            atoms=atoms,
-            groups=tuple(
-                ParamGroup(params=tuple(names), hyper=hyper)
-                for names, hyper in zip(self.groups, self.hypers, strict=True)
-            ),
-            aliases=self.aliases or {},
-            extras=tuple(self.extras),
-        )
+        shards = Shards(self.root)
+        states = {}
+        for key, array in self.arrays.items():
+            name, _, state = key.rpartition("/")
+            states[name, state] = shards.whole(array, file="source.bin")
+        for names, step in zip(self.groups, self.steps, strict=False):
+            if step is not None:
+                states |= {(name, "step"): self.step(step) for name in names}
+        groups = [
+            ParamGroup(params=tuple(names), hyper=hyper) for names, hyper in zip(self.groups, self.hypers, strict=True)
+        ]
+        made = make_index(self.root, states, extras=self.extras, groups=groups)
+        atoms = {name: replace(atom, **self._kind(name)) for name, atom in made.atoms.items()}
+        return replace(made, atoms=atoms, topology=self.topology, aliases=self.aliases)
 
-    def _atom(self, name: str, group: int | None) -> AtomIndex:
-        kind = Kind.BUFFER if name in self.buffers else Kind.FROZEN if name in self.frozen else Kind.PARAMETER
-        states = {
-            key.removeprefix(f"{name}/"): self._state(key) for key in self.arrays if key.rpartition("/")[0] == name
-        }
-        if group is not None and self.steps and self.steps[group] is not None:
-            states["step"] = self._step(self.steps[group])
-        model_dtype = self.model_dtype if kind is not Kind.BUFFER else None
-        return AtomIndex(name=name, global_shape=self.shapes[name], kind=kind, states=states, model_dtype=model_dtype)
+    def _kind(self, name: str) -> dict[str, Any]:
+        if name in self.buffers:
+            return {"kind": Kind.BUFFER}
+        return {"kind": Kind.FROZEN if name in self.frozen else Kind.PARAMETER, "model_dtype": self.model_dtype}
 
-    def _state(self, key: str) -> StateIndex:
-        shape = self.arrays[key].shape
-        ref = TensorRef(
-            path=str(self.path),
-            offset=self._offsets[key],
-            dtype=DType.FLOAT32,
-            shape=shape,
-            strides=contiguous_strides(shape),
-        )
-        return StateIndex(dtype=DType.FLOAT32, global_shape=shape, fragments=(Fragment(box=Box.full(shape), ref=ref),))
-
-    def _step(self, step: float | None) -> StateIndex:
-        dtype = DType.INT64 if isinstance(step, int) else DType.FLOAT32
-        ref = InlineTensor(data=struct.pack("<q" if isinstance(step, int) else "<f", step), dtype=dtype)
-        return StateIndex(dtype=dtype, global_shape=(), fragments=(Fragment(box=Box((), ()), ref=ref),))
+    @staticmethod
+    def step(step: float) -> StateIndex:
+        return StateIndex.from_tensor(inline(np.array(step, np.int64 if isinstance(step, int) else np.float32)))
 
 
 ADAM = ("exp_avg", "exp_avg_sq")
@@ -146,55 +110,20 @@ def source(tmp_path: Path) -> Callable[..., Source]:
     return lambda **changes: tiny(tmp_path, **changes)
 
 
-def _value_bytes(source: Source, plan: TargetPlan, number: int) -> bytes:
-    own = plan.placements[number].slice
-    if own.state == "step":
-        ref = source.index().atoms[own.param].states["step"].fragments[0].ref
-        assert isinstance(ref, InlineTensor)
-        return ref.data
-    flat = source.arrays[f"{own.param}/{own.state}"].reshape(-1)[own.start : own.stop]
-    match own.dtype:
-        case DType.FLOAT32:
-            return flat.astype("<f4").tobytes()
-        case DType.BFLOAT16:
-            return to_bf16(flat).tobytes()
-        case DType.FLOAT16:
-            return flat.astype("<f2").tobytes()
-    raise AssertionError(own.dtype)
-
-
 def carry_out(
     source: Source, target: Target, topology: Topology | None, options: TargetOptions, dst: Path
 ) -> TargetPlan:
-    """Write the plan of `target` to `dst`, checksums included."""
+    """Write the plan of `target` to `dst`."""
     index = source.index()
     plan = target.plan(index, topology, options)
-    check_target(index, plan)
-    filled: dict[str, bytearray] = {file.path: _blank(file) for file in plan.files}
-    for number, place in enumerate(plan.placements):
-        data = _value_bytes(source, plan, number)
-        filled[place.path][place.offset : place.offset + len(data)] = data
-    for copy in plan.raw:
-        data = Path(copy.src.path).read_bytes()[copy.src.offset : copy.src.offset + copy.src.nbytes]
-        filled[copy.path][copy.offset : copy.offset + len(data)] = data
+    job = make_job(index, plan)
     for file in plan.files:
-        for part in file.crcs:
-            crc = zlib.crc32(filled[file.path][part.start : part.stop])
-            for at in part.at:
-                filled[file.path][at : at + 4] = struct.pack("<I", crc)
+        create_file(dst, file)
+    for _ in engine("serial").run(job, dst, job.tasks, workers=1, threads=1):
+        pass
     for file in target.seal(index, plan, ()):
-        filled[file.path] = _blank(file)
-    for path, written in filled.items():
-        (dst / path).parent.mkdir(parents=True, exist_ok=True)
-        (dst / path).write_bytes(written)
+        create_file(dst, file)
     return plan
-
-
-def _blank(file: OutputFile) -> bytearray:
-    written = bytearray(file.nbytes)
-    for part in file.literals:
-        written[part.offset : part.offset + len(part.data)] = part.data
-    return written
 
 
 @dataclass

@@ -175,7 +175,7 @@ def without_states(made: Make, name: str, index: Index | None = None) -> Index:
 def test_different_steps_in_a_flat_group_are_refused(source: Make, write: Make) -> None:
     made = source()
     index = made.index()
-    index.atoms["w"].states["step"] = made._step(4.0)
+    index.atoms["w"].states["step"] = made.step(4.0)
     made.index = lambda: index
     with pytest.raises(UnsupportedError, match=r"(?s)emb: 3.*w: 4"):
         write(made, TARGET, Topology(dp=1, zero=1))

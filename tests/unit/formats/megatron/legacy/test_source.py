@@ -8,15 +8,9 @@ import pytest
 import torch
 from ucp_formats.megatron.source import MegatronFormat
 
+from tests.golden.truth import check_copies, read_states
 from tests.unit.formats.megatron.conftest import FakeLegacy
-from ucp.core.gaps import check_cover
-from ucp.core.index import Index, Kind
-from ucp.core.slices import Locator, resolve
-from ucp.core.target import full_slice
-from ucp.core.tensor import DType
-from ucp.io.files import Sources
-from ucp.transfer.drift import describe_drift
-from ucp.transfer.gather import Gatherer
+from ucp.core.index import Kind
 
 LAYOUTS = [
     {"kind": "gpt"},
@@ -51,19 +45,6 @@ def shown(options: dict[str, object]) -> str:
     return ",".join(f"{key}={value}" for key, value in options.items())
 
 
-def read(index: Index, name: str, state: str) -> torch.Tensor:
-    """A whole state, taken as conversions take it; its copies are compared."""
-    found = index.atoms[name].states[state]
-    own, locator = full_slice(name, state, found), Locator(found)
-    data = memoryview(bytearray(found.nbytes))
-    gatherer = Gatherer(sources=Sources())
-    gatherer.fill(data, found.dtype, resolve(own, locator, 0, found.numel))
-    assert list(describe_drift(own, locator, data, gatherer)) == []
-    gatherer.sources.close()
-    dtype = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DType.INT64: torch.int64}[found.dtype]
-    return torch.frombuffer(data, dtype=dtype).reshape(found.global_shape)
-
-
 CELLS = [(layout, optimizer) for layout in LAYOUTS for optimizer in OPTIMIZERS]
 """Every layout with every optimizer: tests/integration/megatron/matrix/test_megatron_legacy_cells.py reads them all."""
 SOME = [(layout, OPTIMIZERS[number % len(OPTIMIZERS)]) for number, layout in enumerate(LAYOUTS)]
@@ -78,13 +59,14 @@ def test_every_state_is_what_was_cut(tmp_path: Path, layout, optimizer) -> None:
 def check_what_was_cut(run: FakeLegacy, tmp_path: Path) -> None:
     """The run's files hold its tensors, bit for bit."""
     index = MegatronFormat().read(run.save(tmp_path))
-    check_cover(index)
+    found = read_states(index)
+    check_copies(index)
     assert set(index.atoms) == set(run.masters)
     has_states = run.optimizer != "none"
     for name, atom in index.atoms.items():
         assert atom.kind is Kind.PARAMETER
         for state in ("weight", "exp_avg", "exp_avg_sq") if has_states else ("weight",):
-            assert torch.equal(read(index, name, state).float(), run.expected(name, state)), (name, state)
+            assert torch.equal(found[f"{name}/{state}"].float(), run.expected(name, state)), (name, state)
         assert ("step" in atom.states) == has_states
     assert [len(group.params) > 0 for group in index.groups].count(True) == (
         0 if not has_states else 4 - (run.kind == "mixtral") if run.ep > 1 else 2
@@ -112,8 +94,8 @@ STYLES = [
 def test_other_module_classes_give_the_same(fake_legacy, tmp_path: Path, layout, optimizer) -> None:
     run = fake_legacy(**layout, optimizer=optimizer)
     index = MegatronFormat().read(run.save(tmp_path))
-    check_cover(index)
-    assert set(index.atoms) == set(run.masters)
-    for name in index.atoms:
-        for state in ("weight", "exp_avg", "exp_avg_sq"):
-            assert torch.equal(read(index, name, state), run.expected(name, state)), (name, state)
+    found = read_states(index)
+    check_copies(index)
+    wanted = {f"{name}/{state}" for name in run.masters for state in ("weight", "exp_avg", "exp_avg_sq")}
+    assert {name for name in found if not name.endswith("/step")} == wanted
+    assert all(torch.equal(found[name], run.expected(*name.rsplit("/", 1))) for name in wanted)

@@ -101,16 +101,55 @@ def test_without_arguments_the_embedding_tells_the_degree(buckets, truth, tmp_pa
     check_equal(read_contents(read(buckets.save(tmp_path / "a"))), truth)
 
 
-def test_equal_norms_are_told_apart_by_their_order(buckets, truth, tmp_path):
-    for key in [key for key in buckets.tensors if "norm" in key]:
-        buckets.map_chunks(key, torch.ones_like)
-    for rank in range(2):
-        # 20 elements are a norm's and no other parameter's
-        buckets.map_chunks(BUCKET.format(rank, "param"), lambda own: torch.ones(20) if len(own) == 20 else own)
-    index = read(buckets.save(tmp_path / "a"))
-    norms = {name: torch.ones(20) for name in truth if name.endswith("norm.weight/weight")}
+def level_norms(run: KeptDist) -> None:
+    """Have all norms hold ones, in the model and in the buckets."""
+    ((hidden,), _) = run.tensors["decoder.final_layernorm.weight"]
+    for key in [key for key in run.tensors if key.endswith(("norm_weight", "norm.weight"))]:
+        run.map_chunks(key, torch.ones_like)
+    for key in [key for key in run.tensors if key.endswith(".param")]:
+        # no other parameter, and no gap, has as many elements
+        run.map_chunks(key, lambda own: torch.ones(hidden) if len(own) == hidden else own)
+
+
+@pytest.mark.parametrize("case", ["llama-tp2-dp2-dp", "mixtral-pp2-ep2-dp2-dp"])
+def test_equal_norms_are_told_apart_by_their_order(case, tmp_path):
+    """At the edges of stages by what other stages hold."""
+    run = KeptDist(case)
+    truth = read_contents(read(run.save(tmp_path / "truth")))
+    level_norms(run)
+    index = read(run.save(tmp_path / "a"))
+    norms = {name: torch.ones_like(own) for name, own in truth.items() if name.endswith("norm.weight/weight")}
     check_equal(read_contents(index), {**truth, **norms})
-    assert any("18 of these masters have identical contents" in note for note in index.notes)
+    assert any("of these masters have identical contents" in note for note in index.notes)
+
+
+def cut_out(run: KeptDist, low: int, high: int) -> None:
+    """Take a stretch out of every bucket, as if what lies there were frozen."""
+    for key in [key for key in run.tensors if ".bucket_idx_" in key]:
+        ((numel,), chunks) = run.tensors[key]
+        kept = [(start if start < low else start - (high - low), own) for (start,), own in chunks]
+        kept = [own for own, ((start,), _) in zip(kept, chunks, strict=True) if not low <= start < high]
+        run.tensors[key] = ((numel - (high - low),), [((start,), chunk) for start, chunk in kept])
+
+
+FC2_OF_1, NORM_OF_1, QKV_OF_1, FC2_OF_0 = 4672, 5568, 5632, 6656
+"""Where parameters of the layers 1 and 0 start in the buckets."""
+
+
+def test_a_frozen_norm_that_leaves_a_choice_is_refused(buckets, tmp_path):
+    """Of layer 1 only a norm is trained: which of its two, nothing in the files tells."""
+    level_norms(buckets)
+    cut_out(buckets, QKV_OF_1, FC2_OF_0)
+    cut_out(buckets, FC2_OF_1, NORM_OF_1)
+    with pytest.raises(MalformedError, match=r"(?s)decoder\.layers\.1\.input_layernorm.*--no-save-optim"):
+        read(buckets.save(tmp_path))
+
+
+def test_a_frozen_norm_between_known_parameters_leaves_none(buckets, tmp_path):
+    level_norms(buckets)
+    cut_out(buckets, NORM_OF_1, QKV_OF_1)
+    atoms = read(buckets.save(tmp_path)).atoms.items()
+    assert [name for name, atom in atoms if atom.kind is Kind.FROZEN] == ["decoder.layers.1.pre_mlp_layernorm.weight"]
 
 
 def test_states_of_no_parameter_or_of_another_shape(full, tmp_path):
