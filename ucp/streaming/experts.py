@@ -6,7 +6,7 @@ stacked parameters, the module gets `Rows`, of which it can take one row at a ti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -156,10 +156,12 @@ class Rows:
         expert = self._chosen[key] if key in self._chosen else self._store.get(key)
         return expert.tensor(self._param.item.name)
 
-    def __torch_function__(self, *_args: object, **_kwargs: object) -> object:
+    @classmethod
+    def __torch_function__(cls, function: Callable[..., object], *_args: object, **_kwargs: object) -> object:
+        """Refuse functions of torch that would need all rows."""
         raise UnsupportedError(
-            f"expected {self._path} to take its experts one by one; it computes with all of {self._param.name}. For "
-            'transformers: model.set_experts_implementation("eager")'
+            f"expected modules that take their experts one by one; this one calls {function.__name__} with those of a "
+            'whole layer. For transformers: model.set_experts_implementation("eager")'
         )
 
 

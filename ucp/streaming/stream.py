@@ -116,7 +116,7 @@ def stream(
     slots
         Layers in memory, two or more: one computes while the next are read. Experts do not count.
     cache_nbytes
-        Memory for experts: those that are used most stay. Bytes, or text such as "4GiB".
+        Memory for experts, of two at least: those that are used most stay. Bytes, or text such as "4GiB".
     layers
         Path of the list of layers, e.g. "model.layers"; by default the ModuleList with the most parameters.
     threads
@@ -135,6 +135,7 @@ def stream(
     modules = _find_layers(model, layers)
     if isinstance(slots, bool) or not isinstance(slots, int) or slots < 2:
         raise UsageError(f"expected slots of 2 or more, as one layer computes while another is read; got {slots!r}")
+    cache = parse_memory(cache_nbytes)
     ranks = find_ranks(process_group, find_model_device(model))
     request = run_together(
         ranks,
@@ -160,7 +161,7 @@ def stream(
             for row in range(count)
             for key in [(path, row)]
         } | {key: [(param, None) for param in params] for key, params in single.items()}
-        experts = ExpertStore(store, reader, nbytes=parse_memory(cache_nbytes), device=device)
+        experts = ExpertStore(store, reader, nbytes=cache, device=device)
         for path, (params, _) in stacked.items():
             stream_stacked(path, params[0].module, params, experts)
         for key, params in single.items():
@@ -171,12 +172,11 @@ def stream(
     for number, layer in enumerate(modules.values()):
         layer.register_forward_pre_hook(lambda *_, number=number: ring.enter(number))
         layer.register_forward_hook(lambda *_, number=number: ring.leave(number), always_call=True)
-    cache = 0 if experts is None else parse_memory(cache_nbytes)
     kept = sum((item.slice.stop - item.slice.start) * item.slice.dtype.itemsize for item in resident)
     return Stream(
         len(modules),
         sum(param.nbytes for params in by_layer for param in params),
-        kept + ring.nbytes + cache,
+        kept + ring.nbytes + (0 if experts is None else experts.nbytes),
         reader,
         ring,
         experts,
