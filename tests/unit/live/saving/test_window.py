@@ -91,6 +91,9 @@ def test_experts_in_one_tensor_are_one_operator() -> None:
 def test_the_order_is_renewed_if_a_quarter_of_the_experts_changed_by_a_tenth(now: list[float], shifted: bool) -> None:
     assert ucp.SparseWindow.has_shifted({"moe": [10, 10, 10, 10]}, {"moe": now}) is shifted
     assert not ucp.SparseWindow.has_shifted({}, {})
+    for other in ({}, {"moe": [1]}, {"mlp": [1, 2]}):
+        with pytest.raises(UsageError, match="moe"):
+            ucp.SparseWindow.has_shifted({"moe": [1, 2]}, other)
 
 
 EXPERTS = 2
