@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from subprocess import CalledProcessError
 
+from tests.bench.chains import experts, fold, links, save
 from tests.bench.loading import load, load_plan
 from tests.bench.measure import Sample, run
 from tests.bench.report import Row, write_report
@@ -33,8 +34,12 @@ LIVE = {
     "load-plan": load_plan.main,
     "load-dcp": beside_dcp,
     "load-deepspeed": beside_deepspeed,
+    "save": save.main,
+    "chain": links.main,
+    "deltas": fold.main,
+    "experts": experts.main,
 }
-"""Cases that print what a load into a live model costs, and write no report; only where asked for."""
+"""Cases that print what they measure, and write no report; only where asked for."""
 
 CONVERTER_WORKERS = (1, 2, 4)
 """Worker counts tried with DeepSpeed's converter; the best is compared with."""

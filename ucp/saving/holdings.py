@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ucp.core.index import STEP, WEIGHT, Kind, ParamGroup
-from ucp.core.layout import Layout, PlacedBox, locate_shard, place
+from ucp.core.layout import Layout, PlacedBox, RankShard, locate_shard, place
 from ucp.core.tensor import DType, InlineTensor
 from ucp.core.union import state_from_number
 from ucp.errors import UnsupportedError
@@ -247,7 +248,7 @@ def _describe_state(label: str, value: object, part: LivePart, shape: tuple[int,
         return Holding(facts=StateFacts(shape=inline.shape, dtype=dtype, value=inline))
     if part.is_full:  # factored moments have other shapes than their parameter
         part, shape = LivePart.full(tuple(local.shape)), tuple(local.shape)
-    shard = locate_shard(part.layout, shape, coords=part.coords)
+    layout, shard, boxes = _locate(part.layout, shape, tuple(part.coords.items()))
     if shard.numel != local.numel() or not (
         part.layout.flat or shard.local_shape == tuple(local.shape) or not shard.numel
     ):
@@ -256,9 +257,18 @@ def _describe_state(label: str, value: object, part: LivePart, shape: tuple[int,
             f"{label}: expected the {shard.numel} elements that {cut} gives this rank of {list(shape)}; got a tensor "
             f"of shape {list(local.shape)}, and it is not known which elements these are"
         )
-    facts = StateFacts(shape=shape, dtype=dtype, layout=part.layout)
-    boxes = tuple(placed for placed in place(part.layout, shape, coords=part.coords) if placed.box.numel)
+    facts = StateFacts(shape=shape, dtype=dtype, layout=layout)
     return Holding(facts=facts, tensor=local, boxes=boxes) if boxes else Holding(facts=facts)
+
+
+@lru_cache(maxsize=4096)
+def _locate(
+    layout: Layout, shape: tuple[int, ...], coords: tuple[tuple[str, int], ...]
+) -> tuple[Layout, RankShard, tuple[PlacedBox, ...]]:
+    """Where a part lies. The same objects for states of one layout, which makes facts short, and later saves fast."""
+    shard = locate_shard(layout, shape, coords=dict(coords))
+    boxes = tuple(placed for placed in place(layout, shape, coords=dict(coords)) if placed.box.numel)
+    return layout, shard, boxes
 
 
 def to_bytes(tensor: torch.Tensor) -> memoryview:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ucp.chain.document import Link
 from ucp.core.index import Extra
-from ucp.errors import DestinationError, UcpError
+from ucp.errors import DestinationError, UcpError, UsageError
 from ucp.live.run.ranks import Ranks, run_together
 from ucp.saving.chain import add_link, collect_links
 from ucp.saving.commit import SavedRun, commit, growing_folder
@@ -56,13 +56,25 @@ class SaveJob:
     keep: int | None
     """Number of restore points of the chain whose links stay; None for all."""
 
-    def snapshot(self) -> SaveJob:
-        """The job with copies of everything that the program may change, in host memory."""
-        tensors = {}
+    def snapshot(self, earlier: SaveJob | None = None) -> SaveJob:
+        """The job with copies of everything that the program may change, in host memory.
+
+        `earlier`: a snapshot that is not needed any more. Its memory is used again: new memory takes most of the time.
+        """
+        import torch
+
+        tensors, devices = {}, set()
         for item in self.share:
-            holding = self.tensors[item]
+            holding, used = self.tensors[item], None if earlier is None else earlier.tensors.get(item)
             assert holding.tensor is not None
-            tensors[item] = replace(holding, tensor=holding.tensor.detach().to("cpu", copy=True))
+            copied, target = holding.tensor.detach(), None if used is None else used.tensor
+            is_cuda = copied.is_cuda  # copies to pinned memory overlap
+            if target is None or (target.shape, target.dtype) != (copied.shape, copied.dtype):
+                target = torch.empty(copied.shape, dtype=copied.dtype, pin_memory=is_cuda)
+            tensors[item] = replace(holding, tensor=target.copy_(copied, non_blocking=is_cuda))
+            devices |= {copied.device} if is_cuda else set()
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
         extras = [replace(extra, value=copy.deepcopy(extra.value)) for extra in self.extras]
         return replace(self, tensors=tensors, extras=extras)
 
@@ -175,25 +187,35 @@ class SaveHandle:
 
 
 _PENDING = threading.local()
-"""`handle`: the last background save of a thread of the program."""
+"""`handle`: the last background save of a thread of the program; `free`: its job, if the next may use its memory."""
 
 
-def start(job: SaveJob, ranks: Ranks, report: SaveReport) -> SaveHandle:
-    """Write `job`, a snapshot, in the background."""
+def start(job: SaveJob, ranks: Ranks, report: SaveReport, *, is_kept: bool) -> SaveHandle:
+    """Write `job`, a snapshot, in the background. `is_kept`: its memory stays in use after that."""
     handle = SaveHandle(job, ranks, report)
-    _PENDING.handle = handle
+    _PENDING.handle, _PENDING.free = handle, None if is_kept else job
     return handle
 
 
-def find_running(ranks: Ranks) -> SaveHandle | None:
-    """The last background save of this thread, if a rank still writes it. Collective."""
+def find_running(ranks: Ranks, *, has_snapshots: bool) -> SaveHandle | None:
+    """The last background save of this thread, if a rank still writes it; None without snapshots. Collective."""
     handle: SaveHandle | None = getattr(_PENDING, "handle", None)
-    return handle if any(ranks.share(handle is not None and not handle.is_written)) else None
+    of_ranks = ranks.share((has_snapshots, handle is not None and not handle.is_written))
+    if len({has for has, _ in of_ranks}) > 1:
+        raise UsageError(
+            "expected snapshots= on all ranks, or on none; a rank whose process is new passes an empty ucp.Snapshots()"
+        )
+    return handle if has_snapshots and any(is_running for _, is_running in of_ranks) else None
 
 
-def wait_for_pending() -> None:
-    """Wait for the last background save of this thread, as one is written at a time. Raises what made it fail."""
+def wait_for_pending() -> SaveJob | None:
+    """Wait for the last background save of this thread, as one is written at a time. Returns it if its memory is free.
+
+    Raises what made it fail.
+    """
     handle: SaveHandle | None = getattr(_PENDING, "handle", None)
-    _PENDING.handle = None
+    free: SaveJob | None = getattr(_PENDING, "free", None)
+    _PENDING.handle = _PENDING.free = None
     if handle is not None:
         handle.wait()
+    return free

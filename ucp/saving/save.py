@@ -190,9 +190,8 @@ def save(
     """
     began = time.perf_counter()
     ranks = find_ranks(process_group, _find_device(model))
-    running = None if snapshots is None else find_running(ranks)
-    if running is None:
-        wait_for_pending()
+    running = find_running(ranks, has_snapshots=snapshots is not None)
+    earlier = wait_for_pending() if running is None else None
     folder, mesh = run_together(ranks, lambda: (_parse_folder(path), parse_mesh(topology, ranks.rank, ranks.count)))
     live = LiveRequest(model=model, optimizer=unwrap_optimizer(optimizer), mesh=mesh, ranks=ranks, masters=masters)
     run_together(ranks, lambda: _check_options(plan, keep, snapshots, chain=chain, asynchronous=asynchronous))
@@ -241,10 +240,12 @@ def save(
         seconds=0.0,
     )
     if asynchronous:
-        copied = run_together(ranks, replace(job, run=kept, share=kept_shares[ranks.rank]).snapshot)
+        to_keep = replace(job, run=kept, share=kept_shares[ranks.rank])
+        copied = run_together(ranks, lambda: to_keep.snapshot(earlier))
         if snapshots is not None:
             snapshots.keep(copied, whole.atoms if running is None else ())
-        return running or start(replace(job, tensors=copied.tensors, extras=copied.extras), ranks, report)
+        job = replace(job, tensors=copied.tensors, extras=copied.extras)
+        return running or start(job, ranks, report, is_kept=snapshots is not None)
     run_together(ranks, job.write)
     run_together(ranks, lambda: job.finish() if ranks.rank == 0 else None)
     return replace(report, seconds=time.perf_counter() - began)

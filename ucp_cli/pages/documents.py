@@ -165,6 +165,7 @@ def _atom(atom: AtomIndex, group: int | None, *, pieces: bool) -> dict[str, obje
     return {
         "kind": atom.kind.value,
         "iteration": atom.iteration,
+        "cast": atom.is_cast,
         "shape": list(atom.global_shape),
         "model_dtype": None if atom.model_dtype is None else atom.model_dtype.value,
         "group": group,

@@ -100,6 +100,7 @@ def test_json_has_the_keys_of_its_schema(document: dict) -> None:
             "kind",
             "shape",
             "iteration",
+            "cast",
             "model_dtype",
             "group",
             "patterns",

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -182,7 +182,8 @@ def test_what_ucp_then_saves_is_what_deepspeed_saves(job: Job, results: Path) ->
     saved, store = results / job.name / "saved", results / job.name / "store"
     difference = ucp.diff(saved, store)
     assert difference.equal, difference
-    assert ucp.inspect(store).topology == ucp.inspect(saved).topology
+    topologies = [replace(ucp.inspect(path).topology, zero=None) for path in (store, saved)]
+    assert topologies[0] == topologies[1]  # but for the stage, which files of BF16_Optimizer do not tell
     assert ucp.verify(store).ok
 
 

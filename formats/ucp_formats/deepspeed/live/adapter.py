@@ -132,7 +132,8 @@ def _read_state(engine: Any) -> FrameworkState:
     if engine.has_moe_layers:
         extras["num_experts"] = engine.num_experts
     pp = engine.module.topology().get_dim("pipe") if engine.pipeline_parallelism else 1
-    ep = max((group.size() for group in engine.expert_parallel_group.values()), default=1)
+    used = {getattr(param, "group_name", "") for param in engine.module.parameters()}  # other engines made others
+    ep = max((group.size() for name, group in engine.expert_parallel_group.items() if name in used), default=1)
     dp, tp, stage = engine.seq_dp_world_size, engine.mp_world_size // pp, engine.zero_optimization_stage()
     topology = Topology(dp=dp, tp=tp, pp=pp, ep=ep, zero=stage)
     return FrameworkState(origin="deepspeed", extras=extras, step=engine.global_steps, topology=topology)

@@ -102,3 +102,12 @@ def test_kills_at_random_times_leave_the_chain_at_its_last_link(tmp_path):
     finished = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert finished.returncode == 0, finished.stderr[-4000:]
     assert int(finished.stdout) > 10
+
+
+def test_experts_in_the_memory_of_a_process_that_still_runs_are_recovered(tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, str(HERE / "snapshot_worker.py"), str(tmp_path / "chain")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    assert finished.stdout.count("is right") == 2

@@ -114,7 +114,9 @@ PLAN = ucp.SparseWindow(
 )
 
 
-def train(folder: Path, dtype: torch.dtype, last: int = 10) -> dict[int, dict[str, torch.Tensor]]:
+def train(
+    folder: Path, dtype: torch.dtype, last: int = 10, keep: int | None = None
+) -> dict[int, dict[str, torch.Tensor]]:
     """Links of every iteration; iteration to what the run held after it."""
     run = Run(0, dtype)
     truth = {}
@@ -123,7 +125,8 @@ def train(folder: Path, dtype: torch.dtype, last: int = 10) -> dict[int, dict[st
         norm = run.update()
         plan, extras = (ucp.Full(), {}) if step == 1 else (PLAN, {"clip_norm": norm})
         arguments = {"masters": run.masters, "scheduler": run.scheduler, "step": step, "extras": extras}
-        ucp.save(run.model, run.optimizer, None, folder / f"step{step}", plan=plan, chain=True, **arguments)
+        arguments |= {"plan": plan, "chain": True, "keep": keep}
+        ucp.save(run.model, run.optimizer, None, folder / f"step{step}", **arguments)
         truth[step] = run.states()
     return truth
 
@@ -156,6 +159,13 @@ def test_a_window_replayed_is_the_run(tmp_path: Path, dtype: torch.dtype) -> Non
         run.backward(step)
         run.update()
     assert list_differing(run, truth[10]) == []
+
+
+def test_a_chain_that_keeps_one_window_is_replayed(tmp_path: Path) -> None:
+    truth = train(tmp_path, torch.bfloat16, last=9, keep=1)
+    assert sorted(path.name for path in tmp_path.glob("step*")) == [f"step{step}" for step in range(5, 10)]
+    run, _ = densify(tmp_path, torch.bfloat16)
+    assert list_differing(run, truth[7]) == []
 
 
 def test_steps_may_train_what_is_frozen(tmp_path: Path) -> None:
