@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from ucp.saving.save import save
     from ucp.saving.snapshots import Snapshots
     from ucp.saving.window import SparseWindow
+    from ucp.streaming.stream import Stream, stream
 
     __version__: str
 else:
@@ -78,6 +79,8 @@ else:
         "densify": "ucp.replay.densify",
         "load_into": "ucp.live.load",
         "save": "ucp.saving.save",
+        "Stream": "ucp.streaming.stream",
+        "stream": "ucp.streaming.stream",
     }
 
     def __getattr__(name: str) -> object:
@@ -114,6 +117,7 @@ __all__ = [
     "SaveReport",
     "Snapshots",
     "SparseWindow",
+    "Stream",
     "Topology",
     "UcpError",
     "VerifyReport",
@@ -131,6 +135,7 @@ __all__ = [
     "plan",
     "replay",
     "save",
+    "stream",
     "verify",
 ]
 

@@ -95,6 +95,7 @@ HUGGINGFACE: tuple[Words, ...] = (
 )
 CHAIN: tuple[Words, ...] = (
     ("--to", "torch"),
+    ("--to", "torch", "--at", "1"),
     ("--to", "dcp", "--topology", "dp=2"),
     ("--to", "deepspeed-universal", "--step", "newest"),
 )

@@ -211,7 +211,14 @@ def load_index(
     """
     ranks = live.ranks
     with pause_gc():  # the user may have millions of objects
-        decision, resume = _plan(live, request, resume_options, objects, clock, saved=saved)
+        decision, resume = decide_load(live, request, resume_options, objects, clock, saved=saved)
+        loaded = {item.name for item in decision.items if not item.is_optimizer_state} | decision.run.model.derived
+        model = run_together(
+            ranks, lambda: decision.run.prepare(decision.run.model, loaded)
+        )  # with memory for everything
+        decision = replace(decision, run=replace(decision.run, model=model))
+        decision = replace(decision, memories=run_together(ranks, lambda: _find_memory(decision)))
+        clock.lap("plan")
     run, index = decision.run, decision.index
     try:
         traffic = carry(decision.items, decision.memories, ranks, replace(request.carry, records=index.records))
@@ -228,7 +235,7 @@ def load_index(
     return decision, make_report(decision, resume, traffic, clock.seconds)
 
 
-def _plan(
+def decide_load(
     live: LiveRequest,
     request: LoadRequest,
     resume_options: ResumeOptions,
@@ -237,7 +244,7 @@ def _plan(
     *,
     saved: Index | None,
 ) -> tuple[Decision, ResumePlan]:
-    """What to load into the model, and what to restore beside it. All ranks decide together."""
+    """What to load into the model, and what to restore beside it, before memory is allocated. Collective."""
     ranks, source = live.ranks, request.names.source
     read = index_of if request.mesh.topology is None else read_with_options  # rules may be for this run only
     is_given = saved is not None
@@ -260,11 +267,6 @@ def _plan(
     used = find_used_atoms(matching, ranks)
     resume = run_together(ranks, lambda: plan_resume(index, matching.findings, ranks, resume_options))
     decision = run_together(ranks, lambda: decide(matching, used, request.options))
-    loaded = {item.name for item in decision.items if not item.is_optimizer_state} | run.model.derived
-    model = run_together(ranks, lambda: run.prepare(run.model, loaded))  # with memory for everything
-    decision = replace(decision, run=replace(run, model=model))
-    decision = replace(decision, memories=run_together(ranks, lambda: _find_memory(decision)))
-    clock.lap("plan")
     return decision, resume
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ucp.chain.document import Link
 from ucp.core.index import Extra
-from ucp.errors import DestinationError, UcpError
+from ucp.errors import DestinationError, UcpError, UsageError
 from ucp.live.run.ranks import Ranks, run_together
 from ucp.saving.chain import add_link, collect_links
 from ucp.saving.commit import SavedRun, commit, growing_folder
@@ -197,10 +197,15 @@ def start(job: SaveJob, ranks: Ranks, report: SaveReport, *, is_kept: bool) -> S
     return handle
 
 
-def find_running(ranks: Ranks) -> SaveHandle | None:
-    """The last background save of this thread, if a rank still writes it. Collective."""
+def find_running(ranks: Ranks, *, has_snapshots: bool) -> SaveHandle | None:
+    """The last background save of this thread, if a rank still writes it; None without snapshots. Collective."""
     handle: SaveHandle | None = getattr(_PENDING, "handle", None)
-    return handle if any(ranks.share(handle is not None and not handle.is_written)) else None
+    of_ranks = ranks.share((has_snapshots, handle is not None and not handle.is_written))
+    if len({has for has, _ in of_ranks}) > 1:
+        raise UsageError(
+            "expected snapshots= on all ranks, or on none; a rank whose process is new passes an empty ucp.Snapshots()"
+        )
+    return handle if has_snapshots and any(is_running for _, is_running in of_ranks) else None
 
 
 def wait_for_pending() -> SaveJob | None:

@@ -190,7 +190,7 @@ def save(
     """
     began = time.perf_counter()
     ranks = find_ranks(process_group, _find_device(model))
-    running = None if snapshots is None else find_running(ranks)
+    running = find_running(ranks, has_snapshots=snapshots is not None)
     earlier = wait_for_pending() if running is None else None
     folder, mesh = run_together(ranks, lambda: (_parse_folder(path), parse_mesh(topology, ranks.rank, ranks.count)))
     live = LiveRequest(model=model, optimizer=unwrap_optimizer(optimizer), mesh=mesh, ranks=ranks, masters=masters)

@@ -104,8 +104,12 @@ class SparseWindow:
     def has_shifted(before: Mapping[str, Sequence[float]], now: Mapping[str, Sequence[float]]) -> bool:
         """Whether a quarter of the experts are used more, or less, by over 10 % than `before`: order them anew.
 
-        Both: path of a layer's module to a number for each expert. Shares of the layer's tokens are compared.
+        Both: path of a layer's module to a number for each expert. Shares of the layer's tokens are compared. Raises
+        UsageError if they are not of the same experts.
         """
+        sizes = [{module: len(counts) for module, counts in counted.items()} for counted in (before, now)]
+        if sizes[0] != sizes[1]:
+            raise UsageError(f"expected the same layers and experts; got {sizes[0]} and {sizes[1]}")
         changes = []
         for module, counts in before.items():
             for old, new in zip(counts, now[module], strict=True):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ucp_formats.moevement.window import read_window
 
 import ucp
-from ucp.errors import MalformedError, SourceError, UnsupportedError
+from ucp.errors import MalformedError, ReplicaError, SourceError, UnsupportedError
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
 Array = NDArray[np.generic]
@@ -47,7 +47,8 @@ class Run:
         """A state after an iteration; it changes slowly."""
         rng = np.random.default_rng(crc32(f"{self.seed} {param} {state}".encode()))
         shape = SHAPES[param]
-        return (rng.normal(size=shape) + iteration / 1000 * rng.normal(size=shape)).astype("f4")
+        array = (rng.normal(size=shape) + iteration / 1000 * rng.normal(size=shape)).astype("f4")
+        return np.abs(array) if state == "exp_avg_sq" else array
 
     def operators(self, rank: int) -> Iterator[tuple[str, str, dict[str, str]]]:
         """Name and kind of each operator of a rank, and its names of parameters to those of the model."""
@@ -165,6 +166,7 @@ FORMS = {
 def test_every_state_is_that_of_its_iteration(form: str, tmp_path: Path) -> None:
     run = FORMS[form]
     window = run.save(tmp_path / "run")
+    assert ucp.verify(window).ok
     checkpoint, weights = ucp.open(window), ucp.open(window, at=run.first)
     kinds = {
         param: kind for rank in range(run.dp) for _, kind, names in run.operators(rank) for param in names.values()
@@ -178,6 +180,19 @@ def test_every_state_is_that_of_its_iteration(form: str, tmp_path: Path) -> None
         first, expected = weights.read(param).float().numpy(), run.value(param, "weight", run.first)
         assert np.array_equal(first, expected if iteration == run.first else expected.astype(bfloat16).astype("f4"))
     assert any("do not record" in note for note in checkpoint.index.notes) is not run.has_scalars
+
+
+@pytest.mark.parametrize(("at", "is_active"), [(1, False), (None, True)])
+def test_copies_on_data_parallel_ranks_are_compared(at: int | None, is_active: bool, tmp_path: Path) -> None:
+    window = Run(zero=False).save(tmp_path / "run")
+    path = window / "window_rank1.pt"
+    data = bytearray(path.read_bytes())
+    for _, name, operator, tensor, ref in read_window(path).tensors():
+        if "gate" in name and operator.is_active is is_active and tensor.key.endswith("wg.weight"):
+            data[ref.offset] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ReplicaError, match=r"window_rank1\.pt"):
+        ucp.convert(window, tmp_path / "out", at=at)
 
 
 def test_no_beginning_of_a_file_is_a_window(tmp_path: Path) -> None:

@@ -36,6 +36,11 @@ class StateEntry:
         return self.content is not None and self.shape is not None and len(self.shape) > 1
 
     @property
+    def is_identified(self) -> bool:
+        """Whether equal content certainly means one tensor, because it is stored once."""
+        return self.is_storage and self.content is not None and self.shape is not None and 0 not in self.shape
+
+    @property
     def is_empty(self) -> bool:
         """Whether it is None and no tensor."""
         return self.shape is None and self.value is None

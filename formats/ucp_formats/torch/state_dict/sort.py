@@ -170,14 +170,19 @@ def _set_trained(saved: StateDict) -> None:
         saved.trained = frozenset(saved.model)
         why = "saved without an optimizer" if saved.unnamed is None else "the optimizer's parameters are not known"
         saved.notes.append(f"{why}: every parameter counts as trained")
-        trained_content = {}
+        trained_content = {entry.content: name for name, entry in reversed(saved.model.items()) if entry.is_identified}
     else:
         saved.trained = frozenset(name for group in saved.groups for name in group.params)
         matrices = ((name, saved.model[name]) for name in saved.trained)
-        trained_content = {entry.content: name for name, entry in matrices if entry.is_known_matrix}
+        trained_content = {
+            entry.content: name for name, entry in matrices if entry.is_known_matrix or entry.is_identified
+        }
     for name, entry in saved.model.items():
-        if name not in saved.trained and entry.is_known_matrix and entry.content in trained_content:
+        first = trained_content.get(entry.content)
+        is_alias = first is not None and first != name and (name not in saved.trained or not saved.groups)
+        if is_alias and (entry.is_known_matrix or entry.is_identified):
             saved.tied[name] = trained_content[entry.content]
+    saved.trained -= saved.tied.keys()
     unstepped = sorted(saved.trained - saved.states.keys() - saved.lost.keys())
     if saved.states and unstepped:
         saved.frozen = frozenset(name for name in unstepped if 0 not in (saved.model[name].shape or ()))

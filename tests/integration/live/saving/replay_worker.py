@@ -1,9 +1,10 @@
 """One rank of `test_replay.py`: a mixture of experts, expert- and pipeline-parallel, that saves sparse windows.
 
-torchrun --nproc-per-node N replay_worker.py train|recover|stages PP OUT
+torchrun --nproc-per-node N replay_worker.py train|recover|stages|shards PP OUT
 
 `train` writes down what the run holds after each iteration, and is killed. `recover` replays the newest window in new
-processes, and goes on. `stages` lets one stage after the other fail, and replays it alone.
+processes, and goes on. `stages` lets one stage after the other fail, and replays it alone. `shards` does all
+in one process for a model that FSDP2 shards.
 """
 
 from __future__ import annotations
@@ -278,6 +279,67 @@ def replay_stages(pp: int, out: Path) -> Iterator[dict[str, Any]]:
         yield {**result, "at the end": list_differing(run, whole.states())}
 
 
+class Sharded(nn.Module):
+    """A model whose parameters FSDP2 shards over all ranks; experts are parts of every rank's model."""
+
+    def __init__(self, seed: int) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        super().__init__()
+        torch.manual_seed(seed)
+        self.emb = nn.Embedding(WORDS, WIDTH)
+        self.moe = nn.ModuleDict({"router": nn.Linear(WIDTH, EXPERTS), "norm": nn.LayerNorm(WIDTH)})
+        self.moe["experts"] = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+        self.head = nn.Linear(WIDTH, WORDS)
+        fully_shard(self.moe["experts"][0])
+        fully_shard(self)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.moe["norm"](self.emb(tokens))
+        scores = self.moe["router"](hidden).softmax(-1)
+        outputs = [expert(hidden) * scores[:, n : n + 1] for n, expert in enumerate(self.moe["experts"])]
+        return nn.functional.cross_entropy(self.head(hidden + sum(outputs)), tokens.roll(1))
+
+
+def replay_shards(out: Path) -> Iterator[dict[str, Any]]:
+    """A run whose links are written and read as shards of DTensors."""
+    slots = tuple(tuple(f"moe.experts.{n}" for n in pair) for pair in ((2, 1), (0, 3)))
+    plan = ucp.SparseWindow((*slots, ("emb", "moe.router", "moe.norm", "head")), first=2)
+    truth: dict[int, list[torch.Tensor]] = {}
+
+    def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        kept = [value for param in model.parameters() for value in optimizer.state[param].values()]
+        return [getattr(value, "_local_tensor", value).detach().clone() for value in (*model.parameters(), *kept)]
+
+    def backward(model: nn.Module, iteration: int) -> None:
+        generator = torch.Generator().manual_seed(10 * iteration + dist.get_rank())
+        model(torch.randint(WORDS, (TOKENS,), generator=generator)).backward()
+
+    model = Sharded(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(1, 5):
+        backward(model, step)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP).full_tensor()
+        optimizer.step()
+        optimizer.zero_grad()
+        truth[step] = states(model, optimizer)
+        extras, saved = {"clip_norm": norm}, ucp.Full() if step == 1 else plan
+        ucp.save(model, optimizer, None, out / f"step{step}", step=step, plan=saved, chain=True, extras=extras)
+    model = Sharded(5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+
+    def replay(iteration: int, active: frozenset[str], scalars: Mapping[str, Any]) -> None:
+        with ucp.replay.frozen(model, active):
+            backward(model, iteration)
+        ucp.replay.clip(model.parameters(), CLIP, scalars["clip_norm"])
+        optimizer.step()
+        optimizer.zero_grad()
+
+    report = ucp.densify(out, replay, model, optimizer)
+    pairs = zip(states(model, optimizer), truth[report.iteration], strict=True)
+    yield {"trained": report.active, "differing": sum(not torch.equal(one, other) for one, other in pairs)}
+
+
 def list_differing(run: Run, truth: Mapping[str, torch.Tensor]) -> list[str]:
     states = run.states()
     return [name for name in {**states, **truth} if not torch.equal(states[name], truth[name])]
@@ -333,7 +395,8 @@ def main() -> None:
     torch.set_num_threads(1)
     if mode == "train":
         train(pp, out)
-    results = list(recover(pp, out) if mode == "recover" else replay_stages(pp, out))
+    modes = {"recover": recover, "stages": replay_stages, "shards": lambda pp, out: replay_shards(out)}
+    results = list(modes[mode](pp, out))
     (out / f"{mode}-{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()

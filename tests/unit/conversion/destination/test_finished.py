@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,11 @@ def test_every_file_is_looked_at(target, tmp_path):
     ucp.convert(source_of(target), dst, workers=1, fsync=False, **LAYOUTS[target])
     assert resume(target, dst).already_complete
     written = tree(dst)
+    alike = Counter()
     for number, (name, data) in enumerate(written.items()):
+        alike[Path(name).name] += 1
+        if alike[Path(name).name] > 3:  # those of other parameters
+            continue
         how = ("cut", "longer", "missing")[number % 3]
         damaged = {how: {"cut": data[:-1], "longer": data + b"\0", "missing": None}[how]}
         if name in POINTERS:  # a run that goes on from here writes it again
@@ -103,8 +108,9 @@ def test_verify_measures_files_of_tensors(target, tmp_path):
     dst = tmp_path / "out"
     ucp.convert(source_of(target), dst, workers=1, fsync=False, **LAYOUTS[target])
     assert ucp.verify(dst).ok
-    paths = {ref.path for _, _, state in ucp.inspect(dst).states() for ref in state.fragments if ref.path}
-    for path in map(Path, paths):
+    paths = {Path(ref.path) for _, _, state in ucp.inspect(dst).states() for ref in state.fragments if ref.path}
+    paths = {path.name: path for path in sorted(paths)}  # those of a parameter, as those of the others
+    for path in paths.values():
         data = path.read_bytes()
         path.write_bytes(data + b"\0\0\0\0")
         report = ucp.verify(dst)

@@ -1,4 +1,4 @@
-"""Matrices of equal elements, saved by torch: tied where they are stored once, and only equal elsewhere."""
+"""A file of weights alone: names that share one stored tensor are tied."""
 
 from __future__ import annotations
 
@@ -6,49 +6,37 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import ucp
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+class Model(nn.Module):
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.embed, self.norm, self.last = nn.Embedding(20, 8), nn.LayerNorm(8), nn.LayerNorm(8)
+        self.head = nn.Linear(8, 20, bias=False)
+        if tied:
+            self.head.weight, self.last = self.embed.weight, self.norm
 
 
-def _saved(model: nn.Module, trained: list[str]) -> dict[str, object]:
-    optimizer = torch.optim.AdamW([dict(model.named_parameters())[name] for name in trained], lr=0.0)
-    for name in trained:
-        model.get_parameter(name).grad = torch.randn_like(model.get_parameter(name))
-    optimizer.step()
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_saved_alone_load_into_a_tied_model_and_another(tied: bool, tmp_path: Path) -> None:
+    saved = Model(tied=True)
+    torch.save(saved.state_dict(), tmp_path / "weights.pt")
+    assert ucp.inspect(tmp_path / "weights.pt").aliases == {
+        "head.weight": "embed.weight",
+        "last.weight": "norm.weight",
+        "last.bias": "norm.bias",
+    }
+    model = Model(tied=tied)
+    ucp.load_into(model, tmp_path / "weights.pt")
+    for name, value in saved.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value)
 
 
-def _matrices(names: str) -> nn.Module:
-    return nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in names})
-
-
-@pytest.mark.parametrize("way", ["torch", "dcp"])
-def test_zeros_are_no_ties_where_the_optimizer_numbers_its_parameters(way: str, tmp_path: Path) -> None:
-    model = _matrices("abc")
-    for name in "ab":
-        nn.init.zeros_(model.get_parameter(f"{name}.weight"))
-    saved = _saved(model, ["b.weight", "c.weight"])
-    if way == "dcp":
-        dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
-    else:
-        torch.save(saved, tmp_path / "checkpoint.pt")
-
-    index = ucp.inspect(tmp_path)
-    assert index.unnamed is not None
-    assert not index.aliases
-
-
-def test_a_matrix_that_is_stored_once_is_tied(tmp_path: Path) -> None:
-    model = _matrices("ab")
-    model["c"] = nn.Linear(4, 4, bias=False)
-    model["c"].weight = model["a"].weight
-    torch.save(_saved(model, ["a.weight", "b.weight"]), tmp_path / "checkpoint.pt")
-
-    index = ucp.inspect(tmp_path)
-
-    assert index.aliases == {"c.weight": "a.weight"}
-    assert torch.equal(ucp.open(tmp_path).read("b.weight", "weight"), model.state_dict()["b.weight"])
+def test_views_of_one_tensor_are_not_tied(tmp_path: Path) -> None:
+    matrix = torch.arange(32.0).reshape(4, 8)
+    views = {"a": matrix, "transposed": matrix.t(), "reshaped": matrix.view(8, 4), "rows": matrix[:2]}
+    torch.save({**views, "empty": torch.empty(0), "none": torch.empty(0)}, tmp_path / "weights.pt")
+    assert ucp.inspect(tmp_path / "weights.pt").aliases == {}

@@ -128,3 +128,9 @@ def test_snapshots_need_background_saves_into_a_chain(tmp_path: Path) -> None:
         with pytest.raises(UsageError):
             ucp.save(make_moe(0), None, None, tmp_path / "run", step=0, snapshots=ucp.Snapshots(), **options)
     assert not (tmp_path / "run").exists()
+
+    def save_unlike(ranks: ThreadRanks) -> ucp.SaveReport:
+        snapshots = None if ranks.rank else ucp.Snapshots()
+        return ucp.save(make_moe(0), None, None, tmp_path / "run", process_group=ranks, snapshots=snapshots)
+
+    assert all(isinstance(error, UsageError) for error in run_threads(2, save_unlike))

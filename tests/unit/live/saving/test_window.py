@@ -91,6 +91,9 @@ def test_experts_in_one_tensor_are_one_operator() -> None:
 def test_the_order_is_renewed_if_a_quarter_of_the_experts_changed_by_a_tenth(now: list[float], shifted: bool) -> None:
     assert ucp.SparseWindow.has_shifted({"moe": [10, 10, 10, 10]}, {"moe": now}) is shifted
     assert not ucp.SparseWindow.has_shifted({}, {})
+    for other in ({}, {"moe": [1]}, {"mlp": [1, 2]}):
+        with pytest.raises(UsageError, match="moe"):
+            ucp.SparseWindow.has_shifted({"moe": [1, 2]}, other)
 
 
 EXPERTS = 2
@@ -137,6 +140,8 @@ def test_each_link_has_one_slot_in_full_and_casts_of_later_ones(tmp_path: Path) 
         for name in set(link) - {"seen"}:
             is_full = SLOT_OF[name] == slot
             assert link[name].index.is_cast is not is_full
+            nbytes = sum(state.nbytes for key, state in link[name].index.states.items() if key != "step")
+            assert nbytes == link[name].index.states["weight"].numel * (12 if is_full else 2)  # MoEtion: 83 % less
             assert set(link[name].states) == ({"weight", "step", "exp_avg", "exp_avg_sq"} if is_full else {"weight"})
             assert link.read(name)[0, 0].item() == (step + 2**-20 if is_full else step)
             assert link[name].dtype("weight") is (torch.float32 if is_full else torch.bfloat16)

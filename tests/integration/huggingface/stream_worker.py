@@ -1,0 +1,92 @@
+"""A model of transformers that is larger than the memory that it may use.
+
+    python stream_worker.py make mixtral|qwen2|qwen3 FOLDER     saves a model with random weights, and its logits
+    python stream_worker.py ucp|load FOLDER                     computes the logits with a third of its size as memory
+
+`ucp` prints a line of JSON: seconds of each pass, bytes read and kept, hits and misses of the cache.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SIZES = {"vocab_size": 512, "hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8,
+         "num_key_value_heads": 4}  # fmt: skip
+MODELS = {
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, intermediate_size=1024, num_local_experts=8),
+    "qwen2": lambda: transformers.Qwen2MoeConfig(
+        **SIZES, num_experts=16, num_experts_per_tok=2, moe_intermediate_size=512, shared_expert_intermediate_size=512
+    ),
+    "qwen3": lambda: transformers.Qwen3MoeConfig(
+        **SIZES, num_experts=16, num_experts_per_tok=2, moe_intermediate_size=512, head_dim=64
+    ),
+}
+PASSES = 3
+
+
+def main() -> None:
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    if sys.argv[1] == "make":
+        make(sys.argv[2], Path(sys.argv[3]))
+        return
+    folder = Path(sys.argv[2])
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    config = AutoConfig.from_pretrained(folder)
+    expected = torch.load(folder / "logits.pt")
+    import numpy as np
+    from torch.nn import functional
+
+    import ucp.streaming.stream
+
+    functional.linear(torch.ones(64, 64), torch.ones(64, 64))  # with the memory of the library
+    np.ones(1)
+    limit(size // 3)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    if sys.argv[1] == "load":
+        ucp.load_into(model, folder)
+        print("loaded")
+        return
+    stream = ucp.stream(model, folder, slots=2, cache_nbytes=size // 8, threads=1)
+    seconds = []
+    for _ in range(PASSES):
+        begun = time.perf_counter()
+        assert torch.equal(logits(model), expected)
+        seconds.append(time.perf_counter() - begun)
+    told = {"passes": seconds, "hits": stream.cache_hits, "misses": stream.cache_misses, "read": stream.nbytes_read}
+    print(json.dumps({**told, "size": size, "resident": stream.resident_nbytes}))
+
+
+def limit(nbytes: int) -> None:
+    """Let this process have `nbytes` more of private memory than it has now."""
+    status = Path("/proc/self/status").read_text()
+    (now,) = (int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData:"))
+    resource.setrlimit(resource.RLIMIT_DATA, (now + nbytes, now + nbytes))
+
+
+def make(name: str, folder: Path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(MODELS[name]()).eval()
+    model.set_experts_implementation("eager")
+    model.save_pretrained(folder)
+    torch.save(logits(model), folder / "logits.pt")
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> Tensor:
+    tokens = torch.randint(0, 512, (1, 6), generator=torch.Generator().manual_seed(1))
+    return model(input_ids=tokens).logits
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""`ucp.stream`: the outputs of the whole model, with some layers and experts in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import ucp
+from ucp.errors import LoadError, MissingFileError, UnsupportedError, UsageError
+from ucp.streaming.cache import Cache
+from ucp.streaming.experts import ExpertStore
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Stacked(nn.Module):
+    def __init__(self, experts: int, at_once: bool) -> None:
+        super().__init__()
+        self.w1, self.w2 = nn.Parameter(torch.randn(experts, 16, 8)), nn.Parameter(torch.randn(experts, 8, 16))
+        self.at_once = at_once
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        if self.at_once:
+            return torch.einsum("th,ehk->tk", x, self.w1)
+        out = torch.zeros_like(x)
+        for expert in chosen.unique():
+            tokens = chosen == expert
+            hidden = torch.relu(nn.functional.linear(x[tokens], self.w1[expert]))
+            out[tokens] = nn.functional.linear(hidden, self.w2[expert])
+        return out
+
+
+class Mixture(nn.Module):
+    def __init__(self, kind: str, experts: int = 6) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, experts, bias=False)
+        self.is_stacked = kind != "modules"
+        self.experts: nn.Module = (
+            Stacked(experts, kind == "at once") if self.is_stacked else nn.ModuleList(Expert() for _ in range(experts))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        chosen = self.gate(flat).argmax(-1)
+        if self.is_stacked:
+            return self.experts(flat, chosen).reshape(x.shape)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts.children()):
+            if (tokens := chosen == number).any():
+                out[tokens] = expert(flat[tokens])
+        return out.reshape(x.shape)
+
+
+class Layer(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(8), Mixture(kind) if kind else Expert()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class Model(nn.Module):
+    def __init__(self, kind: str = "", layers: int = 5, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.layers = nn.ModuleList(Layer(kind) for _ in range(layers))
+        self.head = nn.Linear(8, 20, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+            self.layers[2].norm = self.layers[0].norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def save(model: nn.Module, folder: Path) -> Path:
+    torch.save(model.state_dict(), folder / "model.pt")
+    return folder / "model.pt"
+
+
+@pytest.mark.parametrize("kind", ["", "modules", "rows"])
+@pytest.mark.parametrize("slots", [2, 4, 9])
+def test_outputs_are_those_of_the_whole_model(kind: str, slots: int, tmp_path: Path) -> None:
+    model = Model(kind)
+    with torch.device("meta"):
+        streamed = Model(kind)
+    stream = ucp.stream(streamed, save(model, tmp_path), slots=slots, cache_nbytes=6000)
+    for seed in range(4):
+        tokens = torch.randint(0, 20, (3, 4), generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(streamed(tokens), model(tokens))
+    assert bool(stream.cache_misses) is bool(kind)
+    stream.close()
+
+
+def test_layers_out_of_turn_and_shared_tensors(tmp_path: Path) -> None:
+    model = Model(tied=True)
+    streamed = Model(tied=True)
+    stream = ucp.stream(streamed, save(model, tmp_path), slots=2)
+    x = torch.randn(2, 8)
+    for number in (3, 0, 0, 4, 1):
+        assert torch.equal(streamed.layers[number](x), model.layers[number](x))
+    assert "5 layers" in str(stream)
+    stream.close()
+
+
+def test_all_experts_at_once_are_refused(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        streamed = Model("at once")
+    stream = ucp.stream(streamed, save(Model("at once"), tmp_path))
+    with pytest.raises(UnsupportedError):
+        streamed(torch.zeros(1, 2, dtype=torch.long))
+    stream.close()
+
+
+def test_mistakes_are_told_before_anything_is_read(tmp_path: Path) -> None:
+    path = save(Model(), tmp_path)
+    for wrong in ({"slots": 1}, {"layers": "blocks"}, {"cache_nbytes": 0}):
+        with pytest.raises(UsageError):
+            ucp.stream(Model(), path, **wrong)  # type: ignore[arg-type]  # on purpose
+    with pytest.raises(UsageError):
+        ucp.stream(nn.Linear(2, 2), path)
+    with pytest.raises(LoadError):
+        ucp.stream(Model(layers=6), path)
+
+
+def test_a_file_that_disappears_is_named_by_the_layer_that_needs_it(tmp_path: Path) -> None:
+    path = save(Model(), tmp_path)
+    streamed = Model()
+    stream = ucp.stream(streamed, path)
+    path.unlink()
+    tokens = torch.zeros(1, 2, dtype=torch.long)
+    with pytest.raises(MissingFileError):
+        [streamed(tokens) for _ in range(3)]
+    stream.close()
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 5), st.lists(st.integers(0, 8), max_size=60), st.booleans())
+def test_a_cache_never_holds_more_than_it_may(capacity: int, keys: list[int], history: bool) -> None:
+    written: list[int] = []
+    cache: Cache[int, int] = Cache(
+        capacity, lambda key, kept: -key, history=history, period=7, write=lambda key, _: written.append(key)
+    )
+    changed = set()
+    for key in keys:
+        assert cache.get(key) == -key
+        assert len(list(cache)) <= capacity
+        if key in cache and key % 2:
+            cache.mark_changed(key)
+            changed.add(key)
+    assert cache.hits + cache.misses == len(keys)
+    cache.clear()
+    assert set(written) == changed
+
+
+def test_experts_in_use_stay(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        streamed = Model("rows", layers=2)
+    stream = ucp.stream(streamed, save(Model("rows", layers=2), tmp_path), cache_nbytes=10_000)
+    store = stream._experts
+    assert isinstance(store, ExpertStore)
+    path = next(iter(store))[0]
+    for _ in range(3):
+        chosen = store.prefetch([(path, number) for number in range(6)])
+        buffers = {expert.buffer.data_ptr() for expert in chosen.values()}
+        assert len(buffers) == len(chosen) >= 2
+    stream.close()

@@ -1,0 +1,211 @@
+"""Experts of a streamed model: read once the router has chosen them, kept while they are busy.
+
+Experts are rows of stacked parameters (transformers, torchtitan), or modules with parameters of their own. In place of
+stacked parameters, the module gets `Rows`, of which it can take one row at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeAlias
+
+from ucp.errors import UnsupportedError
+from ucp.streaming.cache import Cache
+from ucp.streaming.reader import Reader, ReadRange, StreamedParam, pad
+from ucp.streaming.ring import clear_parameter, set_parameter
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+_MOST_PASSING = 8
+"""Buffers for experts that the cache does not keep."""
+
+ExpertKey: TypeAlias = tuple[str, int]
+"""Path of the module that has the experts, and number of the expert."""
+
+
+class Expert:
+    """An expert in memory, or on its way."""
+
+    def __init__(self, buffer: torch.Tensor, tensors: Mapping[str, torch.Tensor], reads: Sequence[Future[int]]) -> None:
+        self.buffer = buffer
+        self._tensors, self._reads = tensors, reads
+
+    def wait(self) -> None:
+        """Wait until it is read. Raises SourceError."""
+        for read in self._reads:
+            read.result()
+        self._reads = ()
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A parameter of it, once it is read. Raises SourceError."""
+        self.wait()
+        return self._tensors[name]
+
+
+class ExpertStore:
+    """The experts of all layers."""
+
+    def __init__(
+        self,
+        params: Mapping[ExpertKey, Sequence[tuple[StreamedParam, int | None]]],
+        reader: Reader,
+        *,
+        nbytes: int,
+        device: torch.device,
+    ) -> None:
+        """`params`: of each expert, with the row of a stacked one; `nbytes`: of the cache."""
+        import torch
+
+        self._params, self._reader, self._device = params, reader, device
+        self.expert_nbytes = max(sum(pad(_row_nbytes(*param)) for param in of_one) for of_one in params.values())
+        count = max(nbytes // self.expert_nbytes, 2)
+        pinned = device.type == "cuda"
+        buffers = [torch.empty(self.expert_nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
+        passing = max(1, min(_MOST_PASSING, count // 4))
+        self._last, self._passing, self._free = buffers[0], buffers[1 : passing + 1], buffers[passing + 1 :]
+        self._passed = 0
+        self.cache: Cache[ExpertKey, Expert] = Cache(len(self._free), self._read, history=True, release=self._release)
+
+    def __iter__(self) -> Iterator[ExpertKey]:
+        return iter(self._params)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return self.expert_nbytes * (1 + len(self._passing) + len(self._free) + sum(1 for _ in self.cache))
+
+    def get(self, key: ExpertKey) -> Expert:
+        """An expert, to be used before the next one is taken; it is read if it is not in the cache."""
+        self._passed = len(self._passing)
+        return self.cache.get(key)
+
+    def prefetch(self, keys: Iterable[ExpertKey]) -> dict[ExpertKey, Expert]:
+        """Begin to read the experts that a layer needs, all at once: those for which there are buffers."""
+        self._passed = 0
+        chosen: dict[ExpertKey, Expert] = {}
+        self.cache.in_use = chosen
+        for key in sorted(keys, key=lambda key: key not in self.cache):
+            if self.cache.keeps(key) or self._passed < len(self._passing):
+                chosen[key] = self.cache.get(key)
+        return chosen
+
+    def _read(self, key: ExpertKey, kept: bool) -> Expert:  # noqa: FBT001  # the protocol of the cache
+        if kept:
+            buffer = self._free.pop()
+        elif self._passed < len(self._passing):
+            buffer = self._passing[self._passed]
+            self._passed += 1
+        else:
+            buffer = self._last
+        pinned = self._device.type == "cuda"
+        tensors, ranges, position = {}, [], 0
+        for param, row in self._params[key]:
+            shape = param.shape if row is None else param.shape[1:]
+            numel = param.numel // (1 if row is None else param.shape[0])
+            start = 0 if row is None else row * numel
+            ranges.append(ReadRange(param, start, start + numel, position))
+            tensors[param.item.name] = param.view(buffer, position, shape)
+            position += pad(_row_nbytes(param, row))
+        reads = self._reader.start(ranges, buffer)
+        if not pinned:
+            return Expert(buffer, tensors, reads)
+        for read in reads:
+            read.result()
+        return Expert(buffer, {name: t.to(self._device) for name, t in tensors.items()}, ())
+
+    def _release(self, expert: Expert) -> None:
+        expert.wait()
+        self._free.append(expert.buffer)
+
+
+def _row_nbytes(param: StreamedParam, row: int | None) -> int:
+    return param.nbytes if row is None else param.nbytes // param.shape[0]
+
+
+class Rows:
+    """A stacked parameter of experts, [experts, ...], of which rows are read when they are taken."""
+
+    def __init__(self, path: str, param: StreamedParam, chosen: Mapping[ExpertKey, Expert], store: ExpertStore) -> None:
+        import torch
+
+        self._path, self._param, self._chosen, self._store = path, param, chosen, store
+        self.shape = torch.Size(param.shape)
+        self.ndim = len(param.shape)
+        self.dtype = getattr(torch, param.item.slice.dtype.value)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """Elements per dim, or of one."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def __getitem__(self, index: torch.Tensor | int) -> torch.Tensor:
+        """The row of an expert. Raises UnsupportedError for several rows at once."""
+        try:
+            row = int(index)
+        except (TypeError, ValueError) as error:
+            raise UnsupportedError(
+                f"expected {self._path} to take its experts one by one; it takes {index!r} of {self._param.name}. For "
+                'transformers: model.set_experts_implementation("eager")'
+            ) from error
+        key = (self._path, row)
+        expert = self._chosen[key] if key in self._chosen else self._store.get(key)
+        return expert.tensor(self._param.item.name)
+
+    @classmethod
+    def __torch_function__(cls, function: Callable[..., object], *_args: object, **_kwargs: object) -> object:
+        """Refuse functions of torch that would need all rows."""
+        raise UnsupportedError(
+            f"expected modules that take their experts one by one; this one calls {function.__name__} with those of a "
+            'whole layer. For transformers: model.set_experts_implementation("eager")'
+        )
+
+
+def stream_stacked(path: str, module: nn.Module, params: Sequence[StreamedParam], store: ExpertStore) -> None:
+    """Give a module rows in place of its stacked parameters, which are read as soon as its routing is known."""
+    chosen: dict[ExpertKey, Expert] = {}
+    for param in params:
+        del param.module._parameters[param.name]  # noqa: SLF001  # torch has no other way to keep the name
+        setattr(param.module, param.name, Rows(path, param, chosen, store))
+    count = params[0].shape[0]
+
+    def choose(_module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        numbers = _find_routing([*args, *kwargs.values()], count)
+        chosen.clear()
+        chosen.update(store.prefetch((path, number) for number in numbers))
+
+    def forget(*_: object) -> None:
+        chosen.clear()
+
+    module.register_forward_pre_hook(choose, with_kwargs=True)
+    module.register_forward_hook(forget, always_call=True)
+
+
+def _find_routing(values: Iterable[object], count: int) -> list[int]:
+    """The experts that tokens are routed to: the values of an integer tensor among the arguments; none without one."""
+    import torch
+
+    for value in values:
+        if isinstance(value, torch.Tensor) and not value.is_floating_point() and value.dtype is not torch.bool:
+            return [int(number) for number in torch.unique(value) if 0 <= number < count]
+    return []
+
+
+def stream_module(key: ExpertKey, module: nn.Module, params: Sequence[StreamedParam], store: ExpertStore) -> None:
+    """Read an expert that is a module when it is called."""
+
+    def enter(*_: object) -> None:
+        expert = store.get(key)
+        for param in params:
+            set_parameter(param, expert.tensor(param.item.name))
+
+    def leave(*_: object) -> None:
+        for param in params:
+            clear_parameter(param)
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)

@@ -1,0 +1,144 @@
+"""Reads parameters of a checkpoint into one buffer, by several threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from ucp.core.index import SourceFile
+from ucp.core.slices import Locator, resolve
+from ucp.io.files import Sources
+from ucp.live.parts import LoadItem
+from ucp.transfer.gather import Gatherer
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+ALIGNMENT = 64
+"""Bytes; every parameter in a buffer begins at a multiple of them."""
+_BLOCK = 16 << 20
+"""Bytes that a thread reads at a time, about."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedParam:
+    """A parameter of a module, and where its elements are."""
+
+    module: nn.Module
+    """The module that has it."""
+    name: str
+    """Its name there."""
+    item: LoadItem
+    """What is read."""
+    locator: Locator
+    """Finds the fragments of the state."""
+    trained: bool
+    """Whether it requires gradients."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Elements per dim, on this rank."""
+        return self.item.slice.local_shape
+
+    @property
+    def numel(self) -> int:
+        """Elements, on this rank."""
+        return self.item.slice.stop - self.item.slice.start
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return self.numel * self.item.slice.dtype.itemsize
+
+    def view(self, buffer: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tensor:
+        """The tensor in a buffer of bytes that begins at `offset`."""
+        import torch
+
+        dtype = self.item.slice.dtype
+        data = buffer[offset : offset + prod(shape) * dtype.itemsize]
+        return data.view(getattr(torch, dtype.value)).view(tuple(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRange:
+    """Elements of a parameter, and where they go."""
+
+    param: StreamedParam
+    """The parameter."""
+    start: int
+    """First element of it on this rank."""
+    stop: int
+    """One past the last."""
+    offset: int
+    """First byte in the buffer."""
+
+
+def pad(nbytes: int) -> int:
+    """Bytes up to the next multiple of ALIGNMENT."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class Reader:
+    """Reads ranges of parameters in the background."""
+
+    def __init__(self, files: Iterable[SourceFile], threads: int) -> None:
+        self._files = tuple(files)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ucp.stream")
+        self.nbytes_read = 0
+
+    def start(self, ranges: Iterable[ReadRange], buffer: torch.Tensor) -> list[Future[int]]:
+        """Begin to read ranges into a buffer of bytes in host memory. The futures give the bytes read."""
+        data = memoryview(buffer.numpy())  # type: ignore[arg-type]  # an array has the buffer protocol
+        return [self._pool.submit(self._read, blocks, data) for blocks in _group(_cut(ranges))]
+
+    def _read(self, ranges: Sequence[ReadRange], data: memoryview) -> int:
+        gatherer = Gatherer(sources=Sources(self._files))
+        requests = []
+        for read in ranges:
+            target = read.param.item.slice
+            nbytes = (read.stop - read.start) * target.dtype.itemsize
+            pieces = resolve(target, read.param.locator, read.start, read.stop)
+            requests.append((data[read.offset : read.offset + nbytes], target.dtype, pieces))
+        gatherer.fill_many(requests)
+        gatherer.sources.close()
+        self.nbytes_read += gatherer.nbytes_read
+        return gatherer.nbytes_read
+
+    def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Call a function in the background, after the reads that were begun before."""
+        return self._pool.submit(function, *args, **kwargs)
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _cut(ranges: Iterable[ReadRange]) -> Iterator[ReadRange]:
+    """The same ranges, none larger than a block."""
+    for read in ranges:
+        itemsize = read.param.item.slice.dtype.itemsize
+        step = max(_BLOCK // itemsize, 1)
+        for start in range(read.start, read.stop, step):
+            stop = min(start + step, read.stop)
+            yield ReadRange(read.param, start, stop, read.offset + (start - read.start) * itemsize)
+
+
+def _group(ranges: Iterable[ReadRange]) -> Iterator[list[ReadRange]]:
+    """Ranges in groups of about a block."""
+    group: list[ReadRange] = []
+    nbytes = 0
+    for read in ranges:
+        group.append(read)
+        nbytes += (read.stop - read.start) * read.param.item.slice.dtype.itemsize
+        if nbytes >= _BLOCK:
+            yield group
+            group, nbytes = [], 0
+    if group:
+        yield group
