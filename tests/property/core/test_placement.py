@@ -99,6 +99,16 @@ def test_grouping_alone_is_not_the_best_where_groups_do_not_fit() -> None:
     assert LostNodes.of(3).survival(masks_of(exchange_slots(grouped)))[1] == 1
 
 
+def test_figures_of_lazarus() -> None:
+    sets = LostNodes.of(10)
+    ring = [mask_of((node, (node + 1) % 10)) for node in range(10)]
+    assert sets.survival(ring)[4] == pytest.approx(25 / 210)
+    groups = [mask_of((0, 1)), mask_of((2, 3)), mask_of((4, 5))]
+    assert sets.survival(groups)[4] == pytest.approx(129 / 210)
+    with pytest.raises(UsageError):  # 30 slots, where the threshold needs 32
+        ucp.place([[1.0] * 16], nodes=5, slots=6, threshold=2)
+
+
 @given(st.integers(1, 6).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(1, (1 << n) - 1), min_size=1))))
 def test_survival_is_the_share_of_sets_that_leave_every_expert(case: tuple[int, list[int]]) -> None:
     nodes, masks = case

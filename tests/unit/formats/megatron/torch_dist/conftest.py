@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,34 @@ STATES = ("param", "exp_avg", "exp_avg_sq")
 Chunks = list[tuple[tuple[int, ...], Tensor]]
 
 
+_KEPT_ITEMS: dict[int, bytes] = {}
+"""Identity of a tensor of a kept checkpoint to its item, as it was saved."""
+
+
+@cache
+def _read_items(root: Path) -> tuple[dict[str, tuple[tuple[int, ...], Chunks]], dict[str, bytes]]:
+    tensors: dict[str, tuple[tuple[int, ...], Chunks]] = {}
+    objects: dict[str, bytes] = {}
+    metadata = pickle.loads((root / ".metadata").read_bytes())
+    files = {path.name: path.read_bytes() for path in root.glob("*.distcp")}
+    for index, place in metadata.storage_data.items():
+        item = files[place.relative_path][place.offset : place.offset + place.length]
+        if index.offset is None:
+            objects[index.fqn] = item
+        else:
+            tensor = torch.load(io.BytesIO(item))
+            _KEPT_ITEMS[id(tensor)] = item
+            _, chunks = tensors.setdefault(index.fqn, (tuple(metadata.state_dict_metadata[index.fqn].size), []))
+            chunks.append((tuple(index.offset), tensor))
+    return tensors, objects
+
+
+def _pickled(tensor: Tensor) -> bytes:
+    stream = io.BytesIO()
+    torch.save(tensor.clone(), stream)
+    return stream.getvalue()
+
+
 class KeptDist:
     """The Llama of the fixtures: keys to chunks, objects as they were pickled, and the common state."""
 
@@ -39,18 +68,9 @@ class KeptDist:
         self.common: dict[str, Any] = load_stubbed(root / "common.pt")
         self.backend = (root / "metadata.json").read_text()
         self.mcore_data: dict[str, Any] = {}
-        self.tensors: dict[str, tuple[tuple[int, ...], Chunks]] = {}
-        self.objects: dict[str, bytes] = {}
-        metadata = pickle.loads((root / ".metadata").read_bytes())
-        files = {path.name: path.read_bytes() for path in root.glob("*.distcp")}
-        for index, place in metadata.storage_data.items():
-            item = files[place.relative_path][place.offset : place.offset + place.length]
-            if index.offset is None:
-                self.objects[index.fqn] = item
-            else:
-                shape = tuple(metadata.state_dict_metadata[index.fqn].size)
-                _, chunks = self.tensors.setdefault(index.fqn, (shape, []))
-                chunks.append((tuple(index.offset), torch.load(io.BytesIO(item))))
+        tensors, objects = _read_items(root)
+        self.objects = {**objects}
+        self.tensors = {key: (shape, [*chunks]) for key, (shape, chunks) in tensors.items()}
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -79,9 +99,7 @@ class KeptDist:
             boxes = [ChunkStorageMetadata(torch.Size(offsets), chunk.shape) for offsets, chunk in chunks]
             kinds[key] = TensorStorageMetadata(TensorProperties(dtype=chunks[0][1].dtype), torch.Size(shape), boxes)
             for offsets, chunk in chunks:
-                stream = io.BytesIO()
-                torch.save(chunk.clone(), stream)
-                items.append((MetadataIndex(key, torch.Size(offsets)), stream.getvalue()))
+                items.append((MetadataIndex(key, torch.Size(offsets)), _KEPT_ITEMS.get(id(chunk)) or _pickled(chunk)))
         kinds |= dict.fromkeys(self.objects, BytesStorageMetadata())
         items += [(MetadataIndex(key), data) for key, data in self.objects.items()]
         places, start = {}, 0
