@@ -120,16 +120,12 @@ def read_placement(
 
 def to_expert_placement(placement: Placement, layer: int) -> ExpertPlacement:
     """What DeepSpeed records of a layer: its GPUs are the expert-parallel ranks."""
-    width, experts = placement.cluster.slots, placement.layers[layer]
-    ranks = (
-        RankExperts(rank=rank, experts=experts[rank * width : (rank + 1) * width])
-        for rank in range(placement.cluster.num_gpus)
-    )
+    by_gpu = placement.experts_by_gpu(layer)
     return ExpertPlacement(
         version=1,
         num_experts=placement.num_experts(layer),
         ep_size=placement.cluster.num_gpus,
-        ranks=tuple(ranks),
+        ranks=tuple(RankExperts(rank=rank, experts=experts) for rank, experts in enumerate(by_gpu)),
     )
 
 
