@@ -10,7 +10,7 @@ from math import comb
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import ucp
@@ -126,6 +126,7 @@ def test_few_lost_nodes_are_exact_where_sets_are_sampled() -> None:
 LOADS = st.lists(st.floats(0, 1e6), min_size=1, max_size=12)
 
 
+@example([699051.4224445841] * 3, 1, 3)
 @given(LOADS, st.integers(1, 3), st.integers(0, 20))
 def test_allocation_uses_all_slots_and_follows_the_loads(loads: list[float], least: int, extra: int) -> None:
     slots = least * len(loads) + extra
