@@ -198,7 +198,9 @@ def test_every_form_reads_back(placement: Placement) -> None:
         for form in FORMS:
             path = Path(folder) / form
             write_placement(placement, path, form)
-            layers = read_placement(path, form, nodes=cluster.nodes, gpus=cluster.gpus).layers
+            rows = {"nodes": cluster.nodes, "gpus": cluster.gpus}
+            assert read_placement(path, form, **rows, moe_layers=placement.layers).layers == placement.layers
+            layers = read_placement(path, form, **rows).layers
             expected = list(placement.layers.values())
             if form == "sglang":  # lists all layers, dense ones too
                 assert [layers[layer] for layer in placement.layers] == expected
