@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from math import ceil, sqrt
 
 from ucp.advice.run import Run
+from ucp.errors import format_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +160,7 @@ def sparse_window(run: Run) -> Estimate:
     return Estimate(
         method="sparse window",
         interval=1,
-        detail=f"window of {window} saves",
+        detail=f"window of {format_count(window, 'save')}",
         window=window,
         nbytes=largest(active),
         stall=stall,
