@@ -94,12 +94,12 @@ class ExpertStore:
 
     def _read(self, key: ExpertKey, kept: bool) -> Expert:  # noqa: FBT001  # the protocol of the cache
         if kept:
-            buffer = self._free.pop()
+            buffer = self._renew(self._free.pop())
         elif self._passed < len(self._passing):
-            buffer = self._passing[self._passed]
+            buffer = self._passing[self._passed] = self._renew(self._passing[self._passed])
             self._passed += 1
         else:
-            buffer = self._last
+            buffer = self._last = self._renew(self._last)
         pinned = self._device.type == "cuda"
         tensors, ranges, position = {}, [], 0
         for param, row in self._params[key]:
@@ -115,6 +115,12 @@ class ExpertStore:
         for read in reads:
             read.result()
         return Expert(buffer, {name: t.to(self._device) for name, t in tensors.items()}, ())
+
+    def _renew(self, buffer: torch.Tensor) -> torch.Tensor:
+        """New memory on the CPU, as backward may still compute with the expert before; a GPU has copies."""
+        import torch
+
+        return buffer if self._device.type == "cuda" else torch.empty_like(buffer)
 
     def _release(self, expert: Expert) -> None:
         expert.wait()
@@ -144,17 +150,21 @@ class Rows:
         return self.shape if dim is None else self.shape[dim]
 
     def __getitem__(self, index: torch.Tensor | int) -> torch.Tensor:
-        """The row of an expert. Raises UnsupportedError for several rows at once."""
+        """The row of an expert. Raises UnsupportedError for several rows at once, IndexError past the last."""
+        is_mask = isinstance(index, bool | slice) or str(getattr(index, "dtype", "")) in ("torch.bool", "bool")
         try:
-            row = int(index)
-        except (TypeError, ValueError) as error:
+            row = None if is_mask else range(len(self))[index]
+        except TypeError:
+            row = None
+        if row is None:
             raise UnsupportedError(
                 f"expected {self._path} to take its experts one by one; it takes {index!r} of {self._param.name}. For "
                 'transformers: model.set_experts_implementation("eager")'
-            ) from error
+            )
         key = (self._path, row)
         expert = self._chosen[key] if key in self._chosen else self._store.get(key)
-        return expert.tensor(self._param.item.name)
+        value = expert.tensor(self._param.item.name)
+        return value.reshape(*getattr(index, "shape", ()), *value.shape)  # [1] takes a row as one of several
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., object], *_args: object, **_kwargs: object) -> object:
