@@ -10,7 +10,7 @@ from math import comb
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import ucp
@@ -99,6 +99,16 @@ def test_grouping_alone_is_not_the_best_where_groups_do_not_fit() -> None:
     assert LostNodes.of(3).survival(masks_of(exchange_slots(grouped)))[1] == 1
 
 
+def test_figures_of_lazarus() -> None:
+    sets = LostNodes.of(10)
+    ring = [mask_of((node, (node + 1) % 10)) for node in range(10)]
+    assert sets.survival(ring)[4] == pytest.approx(25 / 210)
+    groups = [mask_of((0, 1)), mask_of((2, 3)), mask_of((4, 5))]
+    assert sets.survival(groups)[4] == pytest.approx(129 / 210)
+    with pytest.raises(UsageError):  # 30 slots, where the threshold needs 32
+        ucp.place([[1.0] * 16], nodes=5, slots=6, threshold=2)
+
+
 @given(st.integers(1, 6).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(1, (1 << n) - 1), min_size=1))))
 def test_survival_is_the_share_of_sets_that_leave_every_expert(case: tuple[int, list[int]]) -> None:
     nodes, masks = case
@@ -116,6 +126,7 @@ def test_few_lost_nodes_are_exact_where_sets_are_sampled() -> None:
 LOADS = st.lists(st.floats(0, 1e6), min_size=1, max_size=12)
 
 
+@example([699051.4224445841] * 3, 1, 3)
 @given(LOADS, st.integers(1, 3), st.integers(0, 20))
 def test_allocation_uses_all_slots_and_follows_the_loads(loads: list[float], least: int, extra: int) -> None:
     slots = least * len(loads) + extra
@@ -188,7 +199,9 @@ def test_every_form_reads_back(placement: Placement) -> None:
         for form in FORMS:
             path = Path(folder) / form
             write_placement(placement, path, form)
-            layers = read_placement(path, form, nodes=cluster.nodes, gpus=cluster.gpus).layers
+            rows = {"nodes": cluster.nodes, "gpus": cluster.gpus}
+            assert read_placement(path, form, **rows, moe_layers=placement.layers).layers == placement.layers
+            layers = read_placement(path, form, **rows).layers
             expected = list(placement.layers.values())
             if form == "sglang":  # lists all layers, dense ones too
                 assert [layers[layer] for layer in placement.layers] == expected
