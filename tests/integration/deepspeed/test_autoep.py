@@ -1,0 +1,74 @@
+"""Real AutoEP resumes, at another ep and ZeRO stage, from the universal folder that `ucp convert` wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("deepspeed.runtime", reason="needs DeepSpeed; `make integration` installs it")
+
+import torch
+from safetensors.torch import load_file
+
+import ucp
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+HERE = Path(__file__).resolve().parent
+FIXTURES = HERE.parents[2] / "fixtures" / "deepspeed"
+LOADS = [("z1-autoep2", 2, 1, 1), ("z1-autoep2", 2, 2, 2), ("z2-autoep2-dp4-bf16", 2, 1, 1), ("z1-autoep2", 2, 2, 3)]
+"""Source, and the ranks, ep and ZeRO stage of the run that resumes."""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What each run held after the load: all loads in one group of processes."""
+    root = tmp_path_factory.mktemp("autoep")
+    for source in {load[0] for load in LOADS}:
+        ucp.convert(FIXTURES / source / "checkpoint", root / source, to="deepspeed-universal")
+    jobs = [
+        {
+            "base": source,
+            "case": {"stage": stage, "ranks": ranks, "expert_parallel_size": ep},
+            "checkpoint": str(root / source),
+            "live": False,
+            "universal": True,
+            "mended": stage == 3,
+            "unmanaged_from": None,
+            "out": str(root / f"{source}-{ep}-{stage}"),
+        }
+        for source, ranks, ep, stage in LOADS
+    ]
+    (root / "jobs.json").write_text(json.dumps(jobs))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "DEEPSPEED_TIMEOUT": "5"}
+    worker = str(HERE / "resume" / "resume_worker.py")
+    done = subprocess.run(
+        [*launcher, worker, str(root / "jobs.json")], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return root
+
+
+@pytest.mark.parametrize(("source", "ranks", "ep", "stage"), LOADS)
+def test_every_rank_holds_its_experts_and_goes_on(source: str, ranks: int, ep: int, stage: int, results: Path) -> None:
+    out = results / f"{source}-{ep}-{stage}"
+    held = [load_file(path) for path in sorted(out.glob("truth-ep*.safetensors"))]
+    assert len(held) == ep, (out / "error.txt").read_text() if (out / "error.txt").exists() else sorted(out.iterdir())
+    checkpoint = ucp.open(FIXTURES / source / "checkpoint")
+    for atom, state, _ in checkpoint.index.states():
+        if state != "step":
+            key = f"{atom.name}/{state}"
+            parts = [rank[key] for rank in held]
+            found = parts[0] if parts[0].shape == atom.global_shape else torch.cat(parts)
+            assert torch.equal(found, checkpoint.read(atom.name, state)), key
+    losses, expected = (
+        json.loads((folder / "truth-ep00.json").read_text())["losses_after"] for folder in (out, FIXTURES / source)
+    )
+    tolerance = 5e-3 if "bf16" in source else 1e-5
+    assert losses == pytest.approx(expected[: len(losses)], rel=tolerance)
