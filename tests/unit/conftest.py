@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from importlib import import_module
 from pathlib import Path
 
@@ -20,12 +19,6 @@ BLOCK_USERS = (
     "store.describe",
 )
 """Modules that know the size of a block."""
-
-
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch):
-    """Spares the disk: what is fsynced is tested in test_commit.py, and nowhere else."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @pytest.fixture

@@ -135,8 +135,8 @@ def load_into(
         True for lines on rank 0's standard error, or an observer (`ucp.contract.protocols.Observer`).
     experts
         Which expert-parallel ranks hold which experts, if they are not assigned in order: {expert: ranks}, or
-        {layer: {expert: ranks}}. A rank that is listed twice for an expert holds two replicas of it. A rank holds its
-        experts in the order of the map.
+        {layer: {expert: ranks}}; or a placement (`ucp.place`), whose GPUs are the ranks. A rank that is listed twice
+        for an expert holds two replicas of it. A rank holds its experts in the order of the map, or of its slots.
     snapshots
         `ucp.Snapshots` of this rank, if the checkpoint is a chain that `ucp.save` wrote with them: experts that ranks
         still have in memory are loaded if they are newer, the rest is of the newest link. The report lists both

@@ -35,7 +35,8 @@ def find_odd_experts(index: Index) -> Iterator[Doubt]:
         text = (
             f"expected all experts of every layer, each with the same tensors; in {index.path}:\n"
             f"{format_list(faults)}\nThey were lost when it was saved, so a run that resumes would initialise "
-            "them anew. Save it again, from every rank"
+            "them anew. Save it again, from every rank. If it is one save of a chain, which leaves experts out on "
+            "purpose, read the chain: the folder with chain.json"
         )
         yield Doubt(kind=DoubtKind.EXPERTS, text=text)
 

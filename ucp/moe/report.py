@@ -177,12 +177,14 @@ def report_experts(index: Index, observer: Observer, *, threads: int) -> Experts
     structural = [doubt.text for doubt in index.doubts if doubt.kind is DoubtKind.EXPERTS]
     steps = _read_steps(index, layers)
     reports = tuple(_report_layer(index, layer, measures.get(layer.module, {}), steps) for layer in layers)
+    is_mixed = any(atom.iteration not in (None, index.step) for atom in index.atoms.values())  # a chain: a note says so
+    unequal_steps = () if is_mixed else _describe_unequal_steps(reports)
     return ExpertsReport(
         path=index.path,
         step=index.step,
         layers=reports,
         problems=(*structural, *faults),
-        notes=tuple(filter(None, [*notes, describe_unequal_counts(layers), *_describe_unequal_steps(reports)])),
+        notes=tuple(filter(None, [*notes, describe_unequal_counts(layers), *unequal_steps])),
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from fractions import Fraction
 from heapq import heapify, heappop, heappush, heapreplace
 
 
@@ -24,13 +25,14 @@ def allocate(loads: Sequence[float], *, slots: int, least: int) -> tuple[int, ..
     (2, 2, 5)
     """
     replicas = [0] * len(loads)
-    left, tokens = slots, float(sum(loads))
+    exact = [Fraction(float(load)) for load in loads]  # rounded sums would give equal experts unequal numbers
+    left, tokens = slots, sum(exact)
     order = sorted(range(len(loads)), key=lambda expert: (loads[expert], expert))
     for position, expert in enumerate(order):
-        share = left * loads[expert] / tokens if tokens > 0 else left / (len(order) - position)
+        share = left * exact[expert] / tokens if tokens else Fraction(left, len(order) - position)
         others = len(order) - position - 1
         replicas[expert] = left if not others else min(max(least, int(share)), left - least * others)
-        left, tokens = left - replicas[expert], tokens - loads[expert]
+        left, tokens = left - replicas[expert], tokens - exact[expert]
     return tuple(replicas)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -91,8 +91,12 @@ def write_placement(placement: Placement, path: Path, form: str) -> None:
     replace_file(path, _find_form(form).to_text(placement).encode())
 
 
-def read_placement(path: Path, form: str, *, nodes: int, gpus: int = 1) -> Placement:
+def read_placement(
+    path: Path, form: str, *, nodes: int, gpus: int = 1, moe_layers: Collection[int] | None = None
+) -> Placement:
     """The placement in the file `path`, whose form is `form`, on `nodes` nodes with `gpus` GPUs each.
+
+    `moe_layers`: numbers of the layers with experts, for forms that do not tell: `sglang` and `vllm`.
 
     Raises MissingFileError, MalformedError, UsageError.
     """
@@ -100,6 +104,8 @@ def read_placement(path: Path, form: str, *, nodes: int, gpus: int = 1) -> Place
         text = file.read(0, min(file.nbytes, _LONGEST))
     try:
         layers, listed = _find_form(form).from_text(text)
+        if moe_layers is not None:
+            layers = _find_form(form).number(layers, sorted(moe_layers))
     except NotJson as error:
         raise MalformedError(f"expected a placement of the form {form} in {path}; {error}") from error
     slots = len(next(iter(layers.values()), ()))
@@ -114,16 +120,12 @@ def read_placement(path: Path, form: str, *, nodes: int, gpus: int = 1) -> Place
 
 def to_expert_placement(placement: Placement, layer: int) -> ExpertPlacement:
     """What DeepSpeed records of a layer: its GPUs are the expert-parallel ranks."""
-    width, experts = placement.cluster.slots, placement.layers[layer]
-    ranks = (
-        RankExperts(rank=rank, experts=experts[rank * width : (rank + 1) * width])
-        for rank in range(placement.cluster.num_gpus)
-    )
+    by_gpu = placement.experts_by_gpu(layer)
     return ExpertPlacement(
         version=1,
         num_experts=placement.num_experts(layer),
         ep_size=placement.cluster.num_gpus,
-        ranks=tuple(ranks),
+        ranks=tuple(RankExperts(rank=rank, experts=experts) for rank, experts in enumerate(by_gpu)),
     )
 
 
@@ -142,12 +144,22 @@ def _from_sglang(text: bytes) -> tuple[Layers, int | None]:
     return dict(enumerate(decode(text, _Sglang).physical_to_logical_map)), None
 
 
+def _drop_dense(rows: Layers, moe_layers: Sequence[int]) -> Layers:
+    """Without the rows of layers that have no experts."""
+    return {layer: slots for layer, slots in rows.items() if layer in moe_layers}
+
+
 def _to_vllm(placement: Placement) -> str:
     return _dump([list(slots) for slots in placement.layers.values()])
 
 
 def _from_vllm(text: bytes) -> tuple[Layers, int | None]:
     return dict(enumerate(decode(text, tuple[tuple[Natural, ...], ...]))), None
+
+
+def _number_in_turn(rows: Layers, moe_layers: Sequence[int]) -> Layers:
+    """By the numbers of the layers with experts, if there is a row for each."""
+    return dict(zip(moe_layers, rows.values(), strict=True)) if len(rows) == len(moe_layers) else rows
 
 
 def _to_eplb(placement: Placement) -> str:
@@ -231,11 +243,13 @@ def _join_ranks(ranks: Mapping[int, Sequence[tuple[int, tuple[int, ...]]]]) -> t
 class _Form(Struct, frozen=True):
     to_text: Callable[[Placement], str]
     from_text: Callable[[bytes], tuple[Layers, int | None]]
+    number: Callable[[Layers, Sequence[int]], Layers] = lambda rows, _: rows
+    """The rows by layer, given the numbers of the layers with experts."""
 
 
 FORMS = {
-    "sglang": _Form(_to_sglang, _from_sglang),
-    "vllm": _Form(_to_vllm, _from_vllm),
+    "sglang": _Form(_to_sglang, _from_sglang, _drop_dense),
+    "vllm": _Form(_to_vllm, _from_vllm, _number_in_turn),
     "eplb": _Form(_to_eplb, _from_eplb),
     "trtllm": _Form(_to_trtllm, _from_trtllm),
     "ascend": _Form(_to_ascend, _from_ascend),

@@ -113,7 +113,8 @@ def plan_migration(
     if absent:
         raise UsageError(f"expected lost nodes of 0 to {before.cluster.nodes - 1}; got {', '.join(map(str, absent))}")
     if before.layers.keys() != after.layers.keys():
-        raise UsageError("expected two placements of the same layers; they have other numbers of layers")
+        texts = (", ".join(map(str, sorted(placement.layers))) for placement in (after, before))
+        raise UsageError("expected a placement until now of layers {}, as the new one; got {}".format(*texts))
     survivors = [node for node in range(before.cluster.nodes) if node not in set(lost)]
     present = [_experts_on(before, node) for node in survivors]
     wanted = [_experts_on(after, node) for node in range(after.cluster.nodes)]

@@ -103,6 +103,11 @@ class Placement(Report):
         width = self.cluster.slots_per_node
         return self.layers[layer][node * width : (node + 1) * width]
 
+    def experts_by_gpu(self, layer: int) -> tuple[tuple[int, ...], ...]:
+        """Experts of a layer in the slots of each GPU."""
+        width, experts = self.cluster.slots, self.layers[layer]
+        return tuple(experts[start : start + width] for start in range(0, len(experts), width))
+
     def masks_of(self, layer: int) -> dict[int, int]:
         """Expert of a layer to the nodes that hold it: bit n for node n."""
         masks: dict[int, int] = {}

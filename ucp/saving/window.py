@@ -67,9 +67,11 @@ class SparseWindow:
         `checkpoint`: a full one of the model, in any format, for the bytes of its operators. `bandwidth`: bytes that
         all ranks together write per second. `seconds`: time of an iteration. `popularity`: path of a layer's module to
         a number for each expert, e.g. its tokens of late: the popular ones are saved last, so that they are replayed
-        least. Raises UsageError if an operator does not fit, SourceError.
+        least. Raises UsageError if an operator does not fit, or if the checkpoint lacks optimizer states, as one that
+        was saved before the first step does; SourceError.
         """
         index = index_of(path_parser("checkpoint", parse_path)(checkpoint))
+        _check_states(index)
         operators = find_operators(index.shapes, _find_buffers(index))
         sizes = {name: _measure(index, params) for name, params in operators.items()}
         always = sum(index.atoms[name].nbytes for name in _find_buffers(index))
@@ -194,6 +196,21 @@ def pack_slots(sizes: Mapping[str, OperatorSize], *, nbytes: int) -> tuple[tuple
 
 def _find_buffers(index: Index) -> frozenset[str]:
     return frozenset(name for name, atom in index.atoms.items() if atom.kind is Kind.BUFFER)
+
+
+def _check_states(index: Index) -> None:
+    """Raise UsageError if trained parameters have no optimizer states yet: their bytes would not be counted."""
+    bare = {
+        name for name, atom in index.atoms.items() if atom.kind is Kind.PARAMETER and atom.states.keys() == {WEIGHT}
+    }
+    for group in index.groups:
+        if bare.issuperset(group.params) and not (group.hyper.get("betas") or group.hyper.get("momentum")):
+            bare.difference_update(group.params)  # its optimizer keeps none, as SGD without momentum
+    if bare:
+        raise UsageError(
+            f"expected a checkpoint with the optimizer states of every trained parameter, to count their bytes; "
+            f"{index.path} has none of\n{format_list(sorted(bare))}\nSave it after an iteration that has stepped them"
+        )
 
 
 def _measure(index: Index, params: Sequence[str]) -> OperatorSize:

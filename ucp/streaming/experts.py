@@ -29,8 +29,11 @@ ExpertKey: TypeAlias = tuple[str, int]
 class Expert:
     """An expert in memory, or on its way."""
 
-    def __init__(self, buffer: torch.Tensor, tensors: Mapping[str, torch.Tensor], reads: Sequence[Future[int]]) -> None:
-        self.buffer = buffer
+    def __init__(
+        self, buffer: torch.Tensor, tensors: Mapping[str, torch.Tensor], reads: Sequence[Future[int]], *, kept: bool
+    ) -> None:
+        """`kept`: whether it stays in the cache; else its buffer is for the next one as soon as it was used."""
+        self.buffer, self.kept = buffer, kept
         self._tensors, self._reads = tensors, reads
 
     def wait(self) -> None:
@@ -64,9 +67,9 @@ class ExpertStore:
         count = max(nbytes // self.expert_nbytes, 2)
         pinned = device.type == "cuda"
         buffers = [torch.empty(self.expert_nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
-        passing = max(1, min(_MOST_PASSING, count // 4))
-        self._last, self._passing, self._free = buffers[0], buffers[1 : passing + 1], buffers[passing + 1 :]
-        self._passed = 0
+        passing = max(1, min(_MOST_PASSING, count // 3))
+        self.num_buffers = count
+        self._passing, self._free = buffers[:passing], buffers[passing:]
         self.cache: Cache[ExpertKey, Expert] = Cache(len(self._free), self._read, history=True, release=self._release)
 
     def __iter__(self) -> Iterator[ExpertKey]:
@@ -75,31 +78,20 @@ class ExpertStore:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return self.expert_nbytes * (1 + len(self._passing) + len(self._free) + sum(1 for _ in self.cache))
+        return self.expert_nbytes * self.num_buffers
 
-    def get(self, key: ExpertKey) -> Expert:
-        """An expert, to be used before the next one is taken; it is read if it is not in the cache."""
-        self._passed = len(self._passing)
-        return self.cache.get(key)
+    def has_room(self, key: ExpertKey) -> bool:
+        """Whether there is a buffer for an expert, beside those that are in use."""
+        return bool(self._passing) or self.cache.keeps(key)
 
-    def prefetch(self, keys: Iterable[ExpertKey]) -> dict[ExpertKey, Expert]:
-        """Begin to read the experts that a layer needs, all at once: those for which there are buffers."""
-        self._passed = 0
-        chosen: dict[ExpertKey, Expert] = {}
-        self.cache.in_use = chosen
-        for key in sorted(keys, key=lambda key: key not in self.cache):
-            if self.cache.keeps(key) or self._passed < len(self._passing):
-                chosen[key] = self.cache.get(key)
-        return chosen
+    def give_back(self, expert: Expert) -> None:
+        """Take back the buffer of an expert that was used, unless the cache keeps it."""
+        if not expert.kept:
+            expert.wait()
+            self._passing.append(expert.buffer)
 
     def _read(self, key: ExpertKey, kept: bool) -> Expert:  # noqa: FBT001  # the protocol of the cache
-        if kept:
-            buffer = self._free.pop()
-        elif self._passed < len(self._passing):
-            buffer = self._passing[self._passed]
-            self._passed += 1
-        else:
-            buffer = self._last
+        buffer = self._free.pop() if kept else self._passing.pop()
         pinned = self._device.type == "cuda"
         tensors, ranges, position = {}, [], 0
         for param, row in self._params[key]:
@@ -111,10 +103,10 @@ class ExpertStore:
             position += pad(_row_nbytes(param, row))
         reads = self._reader.start(ranges, buffer)
         if not pinned:
-            return Expert(buffer, tensors, reads)
+            return Expert(buffer, tensors, reads, kept=kept)
         for read in reads:
             read.result()
-        return Expert(buffer, {name: t.to(self._device) for name, t in tensors.items()}, ())
+        return Expert(buffer, {name: t.to(self._device) for name, t in tensors.items()}, (), kept=kept)
 
     def _release(self, expert: Expert) -> None:
         expert.wait()
@@ -125,13 +117,63 @@ def _row_nbytes(param: StreamedParam, row: int | None) -> int:
     return param.nbytes if row is None else param.nbytes // param.shape[0]
 
 
+class Choice:
+    """The experts that one call of a module needs: read in their order, as far as there are buffers, ahead of use."""
+
+    def __init__(self, path: str, store: ExpertStore) -> None:
+        self._path, self._store = path, store
+        self._experts: dict[ExpertKey, Expert] = {}
+        self._pending: list[ExpertKey] = []
+        self._last: ExpertKey | None = None
+
+    def begin(self, numbers: Iterable[int]) -> None:
+        """Begin to read the experts with these numbers."""
+        self.end()
+        keys = [(self._path, number) for number in numbers]
+        self._pending = sorted(keys, key=lambda key: key not in self._store.cache)
+        self._store.cache.in_use = self._experts
+        self._read_ahead()
+
+    def get(self, number: int) -> Expert:
+        """An expert. The one before it is not needed any more."""
+        key = (self._path, number)
+        if self._last is not None and self._last != key:
+            self._store.give_back(self._experts.pop(self._last))
+        if key not in self._experts:
+            self._pending = [key, *(other for other in self._pending if other != key)]
+        self._last = key
+        self._read_ahead()
+        if key not in self._experts:  # others took the buffers, and were not used
+            self._drop_one()
+            self._read_ahead()
+        return self._experts[key]
+
+    def end(self) -> None:
+        """No expert is needed any more."""
+        for expert in self._experts.values():
+            self._store.give_back(expert)
+        self._experts.clear()
+        self._pending, self._last = [], None
+
+    def _read_ahead(self) -> None:
+        while self._pending and self._store.has_room(self._pending[0]):
+            key = self._pending.pop(0)
+            self._experts[key] = self._store.cache.get(key)
+
+    def _drop_one(self) -> None:
+        """Give back the buffer of an expert that was read ahead; it is read again when it is used."""
+        key = next(key for key, expert in self._experts.items() if not expert.kept)
+        self._store.give_back(self._experts.pop(key))
+        self._pending.append(key)
+
+
 class Rows:
     """A stacked parameter of experts, [experts, ...], of which rows are read when they are taken."""
 
-    def __init__(self, path: str, param: StreamedParam, chosen: Mapping[ExpertKey, Expert], store: ExpertStore) -> None:
+    def __init__(self, path: str, param: StreamedParam, choice: Choice) -> None:
         import torch
 
-        self._path, self._param, self._chosen, self._store = path, param, chosen, store
+        self._path, self._param, self._choice = path, param, choice
         self.shape = torch.Size(param.shape)
         self.ndim = len(param.shape)
         self.dtype = getattr(torch, param.item.slice.dtype.value)
@@ -152,9 +194,7 @@ class Rows:
                 f"expected {self._path} to take its experts one by one; it takes {index!r} of {self._param.name}. For "
                 'transformers: model.set_experts_implementation("eager")'
             ) from error
-        key = (self._path, row)
-        expert = self._chosen[key] if key in self._chosen else self._store.get(key)
-        return expert.tensor(self._param.item.name)
+        return self._choice.get(row).tensor(self._param.item.name)
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., object], *_args: object, **_kwargs: object) -> object:
@@ -167,22 +207,17 @@ class Rows:
 
 def stream_stacked(path: str, module: nn.Module, params: Sequence[StreamedParam], store: ExpertStore) -> None:
     """Give a module rows in place of its stacked parameters, which are read as soon as its routing is known."""
-    chosen: dict[ExpertKey, Expert] = {}
+    choice = Choice(path, store)
     for param in params:
         del param.module._parameters[param.name]  # noqa: SLF001  # torch has no other way to keep the name
-        setattr(param.module, param.name, Rows(path, param, chosen, store))
+        setattr(param.module, param.name, Rows(path, param, choice))
     count = params[0].shape[0]
 
     def choose(_module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        numbers = _find_routing([*args, *kwargs.values()], count)
-        chosen.clear()
-        chosen.update(store.prefetch((path, number) for number in numbers))
-
-    def forget(*_: object) -> None:
-        chosen.clear()
+        choice.begin(_find_routing([*args, *kwargs.values()], count))
 
     module.register_forward_pre_hook(choose, with_kwargs=True)
-    module.register_forward_hook(forget, always_call=True)
+    module.register_forward_hook(lambda *_: choice.end(), always_call=True)
 
 
 def _find_routing(values: Iterable[object], count: int) -> list[int]:
@@ -197,15 +232,18 @@ def _find_routing(values: Iterable[object], count: int) -> list[int]:
 
 def stream_module(key: ExpertKey, module: nn.Module, params: Sequence[StreamedParam], store: ExpertStore) -> None:
     """Read an expert that is a module when it is called."""
+    choice = Choice(key[0], store)
 
     def enter(*_: object) -> None:
-        expert = store.get(key)
+        choice.begin([key[1]])
+        expert = choice.get(key[1])
         for param in params:
             set_parameter(param, expert.tensor(param.item.name))
 
     def leave(*_: object) -> None:
         for param in params:
             clear_parameter(param)
+        choice.end()
 
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave, always_call=True)

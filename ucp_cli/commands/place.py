@@ -105,7 +105,8 @@ def command(
         check_plot(plot)
     placement, migration = api.place(loads, nodes=nodes, gpus=gpus, slots=slots, threshold=threshold, goal=goal), None
     if previous is not None and form is not None:
-        before = read_placement(previous, form, nodes=from_nodes or nodes + len(set(lost or ())), gpus=gpus)
+        count = from_nodes or nodes + len(set(lost or ()))
+        before = read_placement(previous, form, nodes=count, gpus=gpus, moe_layers=placement.layers)
         sizes = None if checkpoint is None else measure_experts(api.inspect(checkpoint))
         migration = plan_migration(before, placement, lost=lost or (), nbytes_per_expert=sizes, bandwidth=bandwidth)
         placement = migration.placement

@@ -41,7 +41,7 @@ def inspect_page(index: Index) -> list[Section | RenderableType | None]:
         *overview(index),
         *_tree(index),
         table("Pipeline stages", (">stage", ">tensors", "layers", "other modules"), _stage_rows(index)),
-        table("Iterations", (">iteration", ">parameters", "experts, by the share of layers"), _iteration_rows(index)),
+        *_iterations(index),
         lines("Tied", [f"{alias} = {name}" for alias, name in index.aliases.items()]),
         table("Parameter groups", (">group", ">parameters", "hyper-parameters"), _group_rows(index.groups)),
         table("Extras", ("name", "holds"), _extra_rows(index)),
@@ -111,6 +111,17 @@ def _stage_rows(index: Index) -> list[tuple[str, ...]]:
         others = dict.fromkeys(name.rpartition(".")[0] or name for name in names if not _LAYER.search(name))
         rows.append((str(stage), count_text(len(names)), ranges_text(sorted(layers)), ", ".join(others)))
     return rows
+
+
+def _iterations(index: Index) -> Iterator[Section | RenderableType | None]:
+    """The iterations of a chain's parameters, and what the marks mean, if there are any."""
+    rows = _iteration_rows(index)
+    yield table("Iterations", (">iteration", ">parameters", "experts"), rows)
+    if any(marks for *_, marks in rows):
+        yield Text(
+            "  marks: experts in order; the taller, the more layers in which it is of that iteration (·: none, █: all)",
+            style="dim",
+        )
 
 
 def _iteration_rows(index: Index) -> list[tuple[str, ...]]:

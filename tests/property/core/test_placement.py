@@ -10,7 +10,7 @@ from math import comb
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import ucp
@@ -126,6 +126,7 @@ def test_few_lost_nodes_are_exact_where_sets_are_sampled() -> None:
 LOADS = st.lists(st.floats(0, 1e6), min_size=1, max_size=12)
 
 
+@example([699051.4224445841] * 3, 1, 3)
 @given(LOADS, st.integers(1, 3), st.integers(0, 20))
 def test_allocation_uses_all_slots_and_follows_the_loads(loads: list[float], least: int, extra: int) -> None:
     slots = least * len(loads) + extra
@@ -198,7 +199,9 @@ def test_every_form_reads_back(placement: Placement) -> None:
         for form in FORMS:
             path = Path(folder) / form
             write_placement(placement, path, form)
-            layers = read_placement(path, form, nodes=cluster.nodes, gpus=cluster.gpus).layers
+            rows = {"nodes": cluster.nodes, "gpus": cluster.gpus}
+            assert read_placement(path, form, **rows, moe_layers=placement.layers).layers == placement.layers
+            layers = read_placement(path, form, **rows).layers
             expected = list(placement.layers.values())
             if form == "sglang":  # lists all layers, dense ones too
                 assert [layers[layer] for layer in placement.layers] == expected

@@ -24,6 +24,7 @@ from ucp.live.model.parallel.place import place_run
 from ucp.live.parts import LiveParam, LivePart, LiveTensor
 from ucp.live.report import LoadReport
 from ucp.live.run.mesh import RunMesh
+from ucp.placement.placement import Cluster, Placement
 from ucp.source.read import index_of
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
@@ -264,6 +265,15 @@ def test_experts_in_one_tensor_dealt_out_by_a_map(tmp_path):
     held = [[2, 0], [0, 0, 1]]
     dealt = {2: 0, 0: [0, 1, 1], 1: 1}
     load(saved.path, "dp=2,ep=2", lambda rank: {STACKED: saved[STACKED][held[rank]]}, experts=dealt)
+
+
+def test_experts_in_one_tensor_by_a_placement(tmp_path):
+    saved = Saved(tmp_path, {STACKED: (3, 2)})
+    placement = Placement(cluster=Cluster(nodes=2, slots=3), layers={0: (2, 0, 0, 1, 2, 0)})
+    held = [[2, 0, 0], [1, 2, 0]]
+    load(saved.path, "dp=2,ep=2", lambda rank: {STACKED: saved[STACKED][held[rank]]}, experts=placement)
+    with pytest.raises(UsageError):
+        load(saved.path, "dp=1,ep=1", lambda rank: {STACKED: saved[STACKED]}, experts=placement)
 
 
 @pytest.mark.parametrize(

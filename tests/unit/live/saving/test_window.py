@@ -200,11 +200,14 @@ def test_ranks_have_one_plan(tmp_path: Path) -> None:
 
 def test_a_plan_made_of_bytes(tmp_path: Path) -> None:
     model = Moe()
-    ucp.save(model, torch.optim.AdamW(model.parameters()), None, tmp_path / "full", step=0)
+    ucp.save(model, torch.optim.SGD(model.parameters()), None, tmp_path / "full", step=0)
     budget = {"bandwidth": 20.0, "seconds": 4.0}  # 16 bytes an operator, and 4 for the buffer
     plan = ucp.SparseWindow.fit(tmp_path / "full", **budget, first=5, popularity={"moe": [2, 1]})
     assert plan.slots == (("moe.experts.1", "moe.experts.0", "emb", "moe.router"),)
     with pytest.raises(UsageError, match=r"moe\.experts\.1"):
         ucp.SparseWindow.fit(tmp_path / "full", bandwidth=10.0, seconds=4.0, popularity={"moe": [2, 1]})
+    ucp.save(model, torch.optim.AdamW(model.parameters()), None, tmp_path / "unstepped", step=0)
+    with pytest.raises(UsageError, match=r"moe\.experts\.1"):  # moments that it will have are not counted
+        ucp.SparseWindow.fit(tmp_path / "unstepped", **budget)
     assert plan.begins_at(5)
     assert [WINDOW.begins_at(step) for step in range(1, 5)] == [True, False, False, True]

@@ -7,13 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import ucp
 from ucp.errors import LoadError, MissingFileError, UnsupportedError, UsageError
-from ucp.streaming.cache import Cache
 from ucp.streaming.experts import ExpertStore
 
 
@@ -157,34 +154,27 @@ def test_a_file_that_disappears_is_named_by_the_layer_that_needs_it(tmp_path: Pa
     stream.close()
 
 
-@settings(max_examples=60)
-@given(st.integers(1, 5), st.lists(st.integers(0, 8), max_size=60), st.booleans())
-def test_a_cache_never_holds_more_than_it_may(capacity: int, keys: list[int], history: bool) -> None:
-    written: list[int] = []
-    cache: Cache[int, int] = Cache(
-        capacity, lambda key, kept: -key, history=history, period=7, write=lambda key, _: written.append(key)
-    )
-    changed = set()
-    for key in keys:
-        assert cache.get(key) == -key
-        assert len(list(cache)) <= capacity
-        if key in cache and key % 2:
-            cache.mark_changed(key)
-            changed.add(key)
-    assert cache.hits + cache.misses == len(keys)
-    cache.clear()
-    assert set(written) == changed
-
-
-def test_experts_in_use_stay(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nbytes", [100, 7000, 20_000])
+def test_a_call_of_all_experts_reads_each_once(nbytes: int, tmp_path: Path) -> None:
     with torch.device("meta"):
-        streamed = Model("rows", layers=2)
-    stream = ucp.stream(streamed, save(Model("rows", layers=2), tmp_path), cache_nbytes=10_000)
+        streamed = Model("rows", layers=3)
+    stream = ucp.stream(streamed, save(Model("rows", layers=3), tmp_path), cache_nbytes=nbytes)
     store = stream._experts
     assert isinstance(store, ExpertStore)
-    path = next(iter(store))[0]
-    for _ in range(3):
-        chosen = store.prefetch([(path, number) for number in range(6)])
-        buffers = {expert.buffer.data_ptr() for expert in chosen.values()}
-        assert len(buffers) == len(chosen) >= 2
+    experts = [layer.mlp.experts for layer in streamed.layers]
+    whole = ucp.open(tmp_path / "model.pt")
+    for turn in range(4):
+        before = stream.cache_misses + stream.cache_hits
+        for number, module in enumerate(experts):
+            module(torch.randn(6, 8), torch.arange(6))
+            choice = module.w1._choice
+            choice.begin(range(6))
+            for expert in (5, 0, 3):  # in another order than that of reading
+                for name in ("w1", "w2"):
+                    expected = whole.read(f"layers.{number}.mlp.experts.{name}")[expert]
+                    assert torch.equal(getattr(module, name)[expert], expected), turn
+            choice.end()
+        assert stream.cache_misses + stream.cache_hits - before >= 18
+    assert stream.cache_hits
+    assert len(store._passing) + len(store._free) + len(list(store.cache)) == store.num_buffers
     stream.close()

@@ -10,31 +10,35 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeAlias
 
 from ucp.contract.plugins import pattern
 from ucp.core.layout import Pattern
 from ucp.core.region import Box, RegionPair
 from ucp.errors import UsageError
+from ucp.placement.placement import Placement
 
 ExpertRanks: TypeAlias = Mapping[int, int | Sequence[int]]
 """Expert to the expert-parallel ranks that hold it; a rank that is listed twice holds two replicas."""
-Experts: TypeAlias = ExpertRanks | Mapping[int, ExpertRanks]
-"""Ranks of the experts of all layers, or by layer."""
+Experts: TypeAlias = ExpertRanks | Mapping[int, ExpertRanks] | Placement
+"""Ranks of the experts of all layers, or by layer; or a placement, whose GPUs are the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertMap:
     """Which ranks hold which experts; empty if experts are assigned in order."""
 
-    layers: Mapping[int | None, Mapping[int, tuple[int, ...]]]
-    """Layer (None: all) to the ranks of each expert, in the order in which a rank holds its experts."""
+    layers: Mapping[int | None, tuple[tuple[int, ...], ...]]
+    """Layer (None: all) to the experts of each rank, in its order."""
 
     @classmethod
     def parse(cls, experts: Experts | None, *, ep: int) -> ExpertMap:
         """The map of the user. Raises UsageError for anything else, and for ranks not below `ep`."""
         if experts is None:
             return cls({})
+        if isinstance(experts, Placement):
+            return _from_placement(experts, ep)
         if not isinstance(experts, Mapping) or not experts:
             raise UsageError(f"expected experts as {{expert: ranks}} or {{layer: {{expert: ranks}}}}; got {experts!r}")
         by_layer = [isinstance(value, Mapping) for value in experts.values()]
@@ -46,17 +50,16 @@ class ExpertMap:
 
     def find_order(self, *, layer: int | None, ep: int) -> tuple[int, ...] | None:
         """Experts that rank `ep` holds of a layer, in its order; None if the map does not name the layer."""
-        experts = self.layers.get(layer, self.layers.get(None))
-        if experts is None:
-            return None
-        return tuple(expert for expert, ranks in experts.items() for rank in ranks if rank == ep)
+        ranks = self.layers.get(layer, self.layers.get(None))
+        return None if ranks is None else ranks[ep]
 
     def compare(self, count: int, *, layer: int | None) -> tuple[list[int], list[int]]:
         """For a layer of `count` experts: numbers in the map that are not among them, and those not in the map."""
-        experts = self.layers.get(layer, self.layers.get(None))
-        if experts is None:
+        ranks = self.layers.get(layer, self.layers.get(None))
+        if ranks is None:
             return [], []
-        return sorted(set(experts) - {*range(count)}), sorted({*range(count)} - set(experts))
+        experts = set(chain.from_iterable(ranks))
+        return sorted(experts - {*range(count)}), sorted({*range(count)} - experts)
 
     def check_layers(self, layers: Collection[int | None]) -> None:
         """Raise UsageError for layers without experts in the map. `layers`: those that have some, on any rank."""
@@ -89,8 +92,19 @@ def _slab(shape: tuple[int, ...], position: int) -> Box:
     return Box((position, *(0,) * (len(shape) - 1)), (1, *shape[1:]))
 
 
-def _parse_ranks(experts: object, where: str, ep: int) -> dict[int, tuple[int, ...]]:
-    ranks_of: dict[int, tuple[int, ...]] = {}
+def _from_placement(placement: Placement, ep: int) -> ExpertMap:
+    """The map of a placement. Raises UsageError unless it has a GPU for each of `ep` ranks."""
+    if placement.cluster.num_gpus != ep:
+        raise UsageError(
+            f"expected a placement on {ep} GPUs, one for each expert-parallel rank (ep={ep} in the topology); got one "
+            f"on {placement.cluster.num_gpus}"
+        )
+    return ExpertMap({layer: placement.experts_by_gpu(layer) for layer in placement.layers})
+
+
+def _parse_ranks(experts: object, where: str, ep: int) -> tuple[tuple[int, ...], ...]:
+    """Experts of each rank."""
+    by_rank: list[list[int]] = [[] for _ in range(ep)]
     for expert, value in experts.items() if isinstance(experts, Mapping) else ():
         ranks = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
         if not _is_number(expert) or not ranks or not all(_is_number(rank) and rank < ep for rank in ranks):
@@ -98,8 +112,9 @@ def _parse_ranks(experts: object, where: str, ep: int) -> dict[int, tuple[int, .
                 f"expected experts by number, each with expert-parallel ranks from 0 to {ep - 1} (ep={ep} in the "
                 f"topology); got {where}{expert!r}: {value!r}"
             )
-        ranks_of[expert] = ranks
-    return ranks_of
+        for rank in ranks:
+            by_rank[rank].append(expert)
+    return tuple(map(tuple, by_rank))
 
 
 def _is_number(value: object) -> bool:
