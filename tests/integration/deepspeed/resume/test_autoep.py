@@ -20,46 +20,40 @@ import ucp
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 HERE = Path(__file__).resolve().parent
-FIXTURES = HERE.parents[2] / "fixtures" / "deepspeed"
+FIXTURES = HERE.parents[3] / "fixtures" / "deepspeed"
 LOADS = [("z1-autoep2", 2, 1, 1), ("z1-autoep2", 2, 2, 2), ("z2-autoep2-dp4-bf16", 2, 1, 1), ("z1-autoep2", 2, 2, 3)]
 """Source, and the ranks, ep and ZeRO stage of the run that resumes."""
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What each run held after the load: all loads in one group of processes."""
-    root = tmp_path_factory.mktemp("autoep")
-    for source in {load[0] for load in LOADS}:
-        ucp.convert(FIXTURES / source / "checkpoint", root / source, to="deepspeed-universal")
-    jobs = [
-        {
-            "base": source,
-            "case": {"stage": stage, "ranks": ranks, "expert_parallel_size": ep},
-            "checkpoint": str(root / source),
-            "live": False,
-            "universal": True,
-            "mended": stage == 3,
-            "unmanaged_from": None,
-            "out": str(root / f"{source}-{ep}-{stage}"),
-        }
-        for source, ranks, ep, stage in LOADS
-    ]
-    (root / "jobs.json").write_text(json.dumps(jobs))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def resume(source: str, *, ranks: int, ep: int, stage: int, root: Path) -> Path:
+    """Load what `convert` writes in processes of their own: DeepSpeed keeps expert-parallel groups of earlier engines."""
+    ucp.convert(FIXTURES / source / "checkpoint", root / "universal", to="deepspeed-universal")
+    job = {
+        "base": source,
+        "case": {"stage": stage, "ranks": ranks, "expert_parallel_size": ep},
+        "checkpoint": str(root / "universal"),
+        "live": False,
+        "universal": True,
+        "mended": stage == 3,
+        "unmanaged_from": None,
+        "out": str(root / "out"),
+    }
+    (root / "jobs.json").write_text(json.dumps([job]))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "DEEPSPEED_TIMEOUT": "5"}
-    worker = str(HERE / "resume" / "resume_worker.py")
+    worker = str(HERE / "resume_worker.py")
     done = subprocess.run(
         [*launcher, worker, str(root / "jobs.json")], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return root
+    return root / "out"
 
 
 @pytest.mark.parametrize(("source", "ranks", "ep", "stage"), LOADS)
-def test_every_rank_holds_its_experts_and_goes_on(source: str, ranks: int, ep: int, stage: int, results: Path) -> None:
-    out = results / f"{source}-{ep}-{stage}"
+def test_every_rank_holds_its_experts_and_goes_on(source: str, ranks: int, ep: int, stage: int, tmp_path: Path) -> None:
+    out = resume(source, ranks=ranks, ep=ep, stage=stage, root=tmp_path)
     held = [load_file(path) for path in sorted(out.glob("truth-ep*.safetensors"))]
-    assert len(held) == ep, (out / "error.txt").read_text() if (out / "error.txt").exists() else sorted(out.iterdir())
+    assert len(held) == ep, [path.read_text() for path in out.glob("error*")]
     checkpoint = ucp.open(FIXTURES / source / "checkpoint")
     for atom, state, _ in checkpoint.index.states():
         if state != "step":
