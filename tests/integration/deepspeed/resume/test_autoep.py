@@ -26,7 +26,7 @@ LOADS = [("z1-autoep2", 2, 1, 1), ("z1-autoep2", 2, 2, 2), ("z2-autoep2-dp4-bf16
 
 
 def resume(source: str, *, ranks: int, ep: int, stage: int, root: Path) -> Path:
-    """Load what `convert` writes in processes of their own: DeepSpeed keeps expert-parallel groups of earlier engines."""
+    """Load what `convert` writes, in processes of their own: DeepSpeed keeps the groups of earlier engines."""
     ucp.convert(FIXTURES / source / "checkpoint", root / "universal", to="deepspeed-universal")
     job = {
         "base": source,
