@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ucp.errors import UnsupportedError
 from ucp.streaming.cache import Cache
-from ucp.streaming.reader import Reader, ReadRange, StreamedParam, pad
+from ucp.streaming.reader import Reader, ReadRange, StreamedParam, pad, take_unused
 from ucp.streaming.ring import clear_parameter, set_parameter
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class ExpertStore:
             self._passing.append(expert.buffer)
 
     def _read(self, key: ExpertKey, kept: bool) -> Expert:  # noqa: FBT001  # the protocol of the cache
-        buffer = self._renew(self._free.pop() if kept else self._passing.pop())
+        buffer = take_unused(self._free.pop() if kept else self._passing.pop())
         pinned = self._device.type == "cuda"
         tensors, ranges, position = {}, [], 0
         for param, row in self._params[key]:
@@ -107,12 +107,6 @@ class ExpertStore:
         for read in reads:
             read.result()
         return Expert(buffer, {name: t.to(self._device) for name, t in tensors.items()}, (), kept=kept)
-
-    def _renew(self, buffer: torch.Tensor) -> torch.Tensor:
-        """New memory on the CPU, as backward may still compute with the expert before; a GPU has copies."""
-        import torch
-
-        return buffer if self._device.type == "cuda" else torch.empty_like(buffer)
 
     def _release(self, expert: Expert) -> None:
         expert.wait()

@@ -87,6 +87,20 @@ def pad(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+def take_unused(buffer: torch.Tensor) -> torch.Tensor:
+    """The buffer, or new memory if tensors of the model still have its own: backward, or a list of weights."""
+    import torch
+
+    count = getattr(torch._C, "_storage_Use_Count", None)  # noqa: SLF001  # torch has no public one
+    if count is not None and _count_users(buffer, count) <= _count_users(torch.empty(1), count):
+        return buffer
+    return torch.empty_like(buffer, pin_memory=buffer.is_pinned())
+
+
+def _count_users(tensor: torch.Tensor, count: Callable[[int], int]) -> int:
+    return count(tensor.untyped_storage()._cdata)  # noqa: SLF001  # as above
+
+
 class Reader:
     """Reads ranges of parameters in the background."""
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
-from ucp.streaming.reader import Reader, ReadRange, StreamedParam, pad
+from ucp.streaming.reader import Reader, ReadRange, StreamedParam, pad, take_unused
 
 if TYPE_CHECKING:
     import torch
@@ -96,8 +96,8 @@ class Ring:
             if slot.copy is not None:
                 slot.copy.result().synchronize()  # or the reads would overwrite what is still being copied
             done = torch.cuda.current_stream(slot.memory.device).record_event()  # of the layer before in this slot
-        else:  # what computes with the layer before, such as backward, keeps its memory
-            slot.host = slot.memory = torch.empty_like(slot.host)
+        else:
+            slot.host = slot.memory = take_unused(slot.host)
         slot.layer = layer
         slot.reads = self._reader.start(ranges, slot.host)
         slot.copy = None if done is None else self._reader.run(self._copy, slot, slot.reads, done)
