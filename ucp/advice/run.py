@@ -20,6 +20,10 @@ _NUMBER = re.compile(r"(?P<digits>\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)\s*(?P<prefix
 """A number with an optional prefix and unit. Examples: 2.5, 1e9, 14G, 25GB, 4GiB."""
 
 
+_MOST = 1e18
+"""No number of a run is larger."""
+
+
 @dataclass(frozen=True, slots=True)
 class Range:
     """A number that is not known exactly: it is between two."""
@@ -43,7 +47,7 @@ class Range:
             low, *high = map(_to_number, ends)
             if len(high) > 1:
                 raise ValueError
-        except ValueError:
+        except (TypeError, ValueError, OverflowError):
             raise UsageError(f"expected a number such as 14e9 or 25GB, or a range such as 2-4; got {value!r}") from None
         return cls(low, high[0] if high else low)
 
@@ -95,12 +99,14 @@ class Run:
     def __post_init__(self) -> None:
         positive = ("iter_time", "mtbf", "bandwidth", "experts", "moe_layers", "state_nbytes", "iterations")
         wrong = [name for name in positive if getattr(self, name) <= 0]
-        wrong += [field.name for field in fields(self) if not 0 <= getattr(self, field.name) < inf]
+        wrong += [field.name for field in fields(self) if (n := getattr(self, field.name)) and not 1e-9 <= n <= _MOST]
         wrong += ["params_expert"] if 0 < self.params_expert < self.experts * self.moe_layers else []
         if wrong or not 0 <= self.overlap <= 1 or self.params_dense + self.params_expert <= 0:
             named = wrong or (["overlap"] if not 0 <= self.overlap <= 1 else ["params_dense"])
             shown = ", ".join(f"{name} {getattr(self, name):g}" for name in dict.fromkeys(named))
-            raise UsageError(f"expected positive numbers that describe a run, and an overlap of 0 to 1; got {shown}")
+            raise UsageError(
+                f"expected positive numbers that describe a run, 1e-9 to 1e18, and an overlap of 0 to 1; got {shown}"
+            )
 
     @property
     def params(self) -> float:

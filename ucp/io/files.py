@@ -206,6 +206,11 @@ class Sources:
         self._open.move_to_end(path)
         return file
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Files that are open."""
+        return tuple(self._open)
+
     def prefetch(self, extents: Iterable[Extent], *, batch: int) -> None:
         """Announce reads of remote files, roughly in this order, as announcement number `batch`."""
         remote = [extent for extent in extents if is_url(extent.path)]

@@ -70,6 +70,13 @@ def check_unchanged(files: Iterable[SourceFile]) -> None:
         )
 
 
+def check_local(files: Iterable[SourceFile]) -> None:
+    """Raise ChangedError for files on disks that were changed since they were listed."""
+    for file in files:
+        if not is_url(file.path) and size_and_time(file.path) != (file.nbytes, file.mtime_ns):
+            raise ChangedError(f"expected {file.path} as it was when it was opened; it was changed since. Begin again")
+
+
 def _object_version(path: str) -> str:
     if not is_url(path):
         return ""

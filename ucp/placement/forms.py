@@ -188,13 +188,14 @@ def _to_trtllm(placement: Placement) -> str:
     return f"{head}{rows}layer_updates_per_iter: 0\n"
 
 
-_ROW = re.compile(r"\s+(?P<layer>\d+):\s*(?P<slots>\[[\d,\s]*\])")
+_ROW = re.compile(r"\s+(?P<layer>\d{1,9}):\s*(?P<slots>\[[\d,\s]*\])")
 """A layer of TensorRT-LLM's assignments, with its list in one line. Example: `  3: [0, 1, 1, 2]`."""
 
 
 def _from_trtllm(text: bytes) -> tuple[Layers, int | None]:
     _, found, rows = text.decode("utf-8", "replace").partition("initial_global_assignments:")
-    layers = {int(m["layer"]): tuple(json.loads(m["slots"])) for m in map(_ROW.match, rows.splitlines()) if m}
+    matches = list(filter(None, map(_ROW.match, rows.splitlines())))
+    layers = {int(m["layer"]): decode(m["slots"].encode(), tuple[Natural, ...]) for m in matches}
     if not found or not layers:
         raise NotJson("it has no initial_global_assignments with a list of slots in the line of each layer")
     return dict(sorted(layers.items())), None

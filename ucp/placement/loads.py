@@ -12,8 +12,8 @@ Layers in which no expert got a token are left out: SGLang lists dense layers, t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -59,9 +59,11 @@ def parse_loads(value: object, label: str = "loads") -> Loads:
             by_layer = {int(layer): _to_array(row, label) for layer, row in value.items()}
         except (TypeError, ValueError) as error:
             raise UsageError(f"{_EXPECTED}; {label} has {error}") from error
+        if len(by_layer) < len(value):
+            raise UsageError(f"{_EXPECTED}; {label} has a layer twice, such as 1 and 01")
     else:
         array = _to_array(value, label)
-        by_layer = dict(enumerate(array[None] if array.ndim == 1 else array))
+        by_layer = dict(enumerate(array[None] if array.ndim < 2 else array))
     if any(row.ndim != 1 or not row.size for row in by_layer.values()):
         raise UsageError(f"{_EXPECTED}; the numbers of {label} have other dims")
     loads = {layer: tuple(map(float, row)) for layer, row in sorted(by_layer.items()) if row.any()}
@@ -88,9 +90,9 @@ def loads_of_report(report: ExpertsReport) -> tuple[Loads, str]:
 def _to_array(value: object, label: str) -> NDArray[np.float64]:
     try:
         array = np.asarray(value, dtype=np.float64)  # what is no number raises
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"{_EXPECTED}; {label} has {error}") from error
-    if not np.isfinite(array).all() or (array < 0).any():
+    if not float(array.max(initial=0)) * max(array.size, 1) < inf or not (array >= 0).all():
         raise UsageError(f"{_EXPECTED}; {label} has numbers below 0, or not finite")
     return array
 
@@ -98,8 +100,8 @@ def _to_array(value: object, label: str) -> NDArray[np.float64]:
 def _sum_steps(counts: object, label: str) -> NDArray[np.float64]:
     """Sum of [..., layers, experts] over all but the last two dims."""
     array = _to_array(counts, label)
-    if array.ndim < 2:
-        raise UsageError(f"{_EXPECTED}; logical_count of {label} has {array.ndim} dims, where layers and experts are 2")
+    if array.ndim < 2 or not array.size:
+        raise UsageError(f"{_EXPECTED}; logical_count of {label} has shape {array.shape}, not [..., layers, experts]")
     total: NDArray[np.float64] = array.reshape(-1, *array.shape[-2:]).sum(axis=0)
     return total
 
@@ -125,7 +127,11 @@ def _read_recorder(path: Path) -> object:
         mapping = _read_tensor(root.get("last_physical_to_logical_map"), prober, path)
         counts: NDArray[np.float64] = np.zeros(mapping.shape)
         for record in records:
-            counts += _read_tensor(record.get("global_physical_count"), prober, path)
+            of_record = record.get("global_physical_count") if isinstance(record, dict) else record
+            tokens = _read_tensor(of_record, prober, path)
+            if tokens.shape != counts.shape:
+                raise UsageError(f"{_EXPECTED}; {path} has counts {tokens.shape} for slots {counts.shape}")
+            counts += tokens
     return _sum_slots(counts, mapping, path)
 
 
@@ -138,8 +144,14 @@ def _read_tensor(value: object, prober: Prober, path: Path) -> NDArray[np.float6
 
 def _sum_slots(counts: ArrayLike, mapping: ArrayLike, path: Path) -> NDArray[np.float64]:
     """[layers, experts]: tokens of the experts, from those of their slots. Both arguments: [layers, slots]."""
-    slots, experts = np.asarray(counts, dtype=np.float64), np.asarray(mapping, dtype=np.float64).astype(np.intp)
-    if slots.shape != experts.shape or slots.ndim != 2 or (experts < 0).any() or (experts >= slots.shape[1]).any():
+    slots, experts = _to_array(counts, str(path)), _to_array(mapping, str(path)).astype(np.intp)
+    if (
+        not slots.size
+        or slots.shape != experts.shape
+        or slots.ndim != 2
+        or (experts < 0).any()
+        or (experts >= slots.shape[1]).any()
+    ):
         raise UsageError(f"{_EXPECTED}; tokens of slots in {path}, {slots.shape}, do not fit the map {experts.shape}")
     loads = np.zeros((len(slots), int(experts.max()) + 1))
     for layer in range(len(slots)):
@@ -152,9 +164,9 @@ def _read_log(text: bytes, path: Path) -> NDArray[np.float64]:
     total: NDArray[np.float64] | None = None
     for number, line in enumerate(filter(None, text.splitlines()), 1):
         try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise MalformedError(f"{_EXPECTED}; line {number} of {path} is not JSON") from error
+            record = parsed(line)
+        except NotJson as error:
+            raise MalformedError(f"{_EXPECTED}; line {number} of {path} is not JSON: {error}") from error
         if isinstance(record, dict) and record.get("record_type") == "eplb_load_stats":
             loads = _sum_slots(record.get("expert_load", []), record.get("p2l_map", []), path)
             if total is not None and total.shape != loads.shape:

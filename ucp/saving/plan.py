@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf, isfinite
 from typing import Literal
 
 from ucp.core.region import Box
@@ -42,7 +43,10 @@ class PartialExperts:
     def __post_init__(self) -> None:
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
             raise UsageError(f"expected PartialExperts(k) with k of 1 or more; got {self.k!r}")
-        if self.written is not None and not 1 <= self.written <= self.k:
+        written = self.written
+        if written is not None and (
+            isinstance(written, bool) or not isinstance(written, int) or not 1 <= written <= self.k
+        ):
             raise UsageError(f"expected written= of 1 to k={self.k}; got {self.written!r}")
         if self.select not in ("sequential", "load") or bool(self.tokens) != (self.select == "load"):
             raise UsageError(
@@ -55,11 +59,16 @@ class PartialExperts:
 
         `experts`: of a layer. `lost`: proportion of the run's tokens that experts lost in recoveries so far (PLT).
         `interval`: share of the run between two saves. Call it at the start and after each recovery. Tokens are
-        assumed to be spread evenly, and experts taken by turns.
+        assumed to be spread evenly, and experts taken by turns. Raises UsageError for numbers that cannot be.
 
         >>> PartialExperts(1).raise_k(16, lost=0.02, interval=0.005).k
         4
         """
+        if experts < 1 or not all(0 <= number < inf for number in (lost, interval, limit)):
+            raise UsageError(
+                f"expected experts of 1 or more, and lost, interval and limit of 0 or more; got {experts}, {lost}, "
+                f"{interval} and {limit}"
+            )
         k = min(self.k, experts)
         while k < experts and lost + mean_age(k, experts) * interval > limit:
             k = min(2 * k, experts)
@@ -113,8 +122,8 @@ class PartialExperts:
         if self.select == "sequential":
             return choose_by_turns(min(self.k, count), turn=turn, layer=number, experts=count, ep=ep)
         tokens = self.tokens[layer.module]
-        if len(tokens) != count:
-            raise UsageError(f"expected tokens of {count} experts of {layer.module}; got {len(tokens)}")
+        if len(tokens) != count or not isfinite(sum(tokens)):
+            raise UsageError(f"expected finite tokens of {count} experts of {layer.module}; got {len(tokens)} numbers")
         return sorted(range(count), key=lambda expert: (-tokens[expert], expert))[: self.k]
 
 

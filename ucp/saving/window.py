@@ -12,9 +12,11 @@ slots, nothing. A replay brings all of them to the last iteration.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import inf, isfinite
 
 from ucp.conversion.option import path_parser, type_path
 from ucp.core.index import WEIGHT, Index, Kind
@@ -48,9 +50,12 @@ class SparseWindow:
 
     def __post_init__(self) -> None:
         names = list(chain.from_iterable(self.slots))
-        if not names or len(set(names)) < len(names):
-            twice = sorted({name for name in names if names.count(name) > 1})
-            raise UsageError(f"expected every operator in one slot of the window; in several:\n{format_list(twice)}")
+        twice = [f"{name} in several" for name, count in Counter(names).items() if count > 1]
+        if not all(self.slots) or not names or twice or isinstance(self.first, bool) or not isinstance(self.first, int):
+            raise UsageError(
+                f"expected slots of operators, each in one slot, and an iteration; got first={self.first!r} and "
+                f"{len(self.slots)} slots, {sum(not slot for slot in self.slots)} of them empty\n{format_list(twice)}"
+            )
 
     @classmethod
     def fit(
@@ -70,6 +75,8 @@ class SparseWindow:
         least. Raises UsageError if an operator does not fit, or if the checkpoint lacks optimizer states, as one that
         was saved before the first step does; SourceError.
         """
+        if not all(isinstance(n, int | float) and 0 < n < inf for n in (bandwidth, seconds)):
+            raise UsageError(f"expected bandwidth and seconds above 0; got {bandwidth!r} and {seconds!r}")
         index = index_of(path_parser("checkpoint", parse_path)(checkpoint))
         _check_states(index)
         operators = find_operators(index.shapes, _find_buffers(index))
@@ -77,7 +84,8 @@ class SparseWindow:
         always = sum(index.atoms[name].nbytes for name in _find_buffers(index))
         order = order_operators(operators, index.shapes, popularity or {})
         return cls(
-            pack_slots({name: sizes[name] for name in order}, nbytes=int(bandwidth * seconds) - always), first=first
+            pack_slots({name: sizes[name] for name in order}, nbytes=int(min(bandwidth * seconds, 1e18)) - always),
+            first=first,
         )
 
     def begins_at(self, step: int) -> bool:
@@ -160,8 +168,10 @@ def order_operators(
     wrong = [f"{module}: expected none, as it has no experts" for module in popularity if module not in layers]
     for module, layer in layers.items():
         values = popularity.get(module, () if popularity else [0.0] * layer.num_experts)
-        if len(values) != layer.num_experts:
-            wrong.append(f"{module}: expected a number for each of {layer.num_experts} experts; got {len(values)}")
+        if len(values) != layer.num_experts or not isfinite(sum(values)):
+            wrong.append(
+                f"{module}: expected a finite number for each of {layer.num_experts} experts; got {len(values)}"
+            )
             continue
         numbers |= {f"{module}.experts.{expert}": values[expert] for expert in layer.experts}
         numbers[f"{module}.experts"] = sum(values)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ucp.errors import UnsupportedError
 from ucp.streaming.cache import Cache
-from ucp.streaming.reader import Reader, ReadRange, StreamedParam, pad
+from ucp.streaming.reader import Reader, ReadRange, StreamedParam, pad, take_unused
 from ucp.streaming.ring import clear_parameter, set_parameter
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class ExpertStore:
             self._passing.append(expert.buffer)
 
     def _read(self, key: ExpertKey, kept: bool) -> Expert:  # noqa: FBT001  # the protocol of the cache
-        buffer = self._free.pop() if kept else self._passing.pop()
+        buffer = take_unused(self._free.pop() if kept else self._passing.pop())
         pinned = self._device.type == "cuda"
         tensors, ranges, position = {}, [], 0
         for param, row in self._params[key]:
@@ -186,15 +186,19 @@ class Rows:
         return self.shape if dim is None else self.shape[dim]
 
     def __getitem__(self, index: torch.Tensor | int) -> torch.Tensor:
-        """The row of an expert. Raises UnsupportedError for several rows at once."""
+        """The row of an expert. Raises UnsupportedError for several rows at once, IndexError past the last."""
+        is_mask = isinstance(index, bool | slice) or str(getattr(index, "dtype", "")) in ("torch.bool", "bool")
         try:
-            row = int(index)
-        except (TypeError, ValueError) as error:
+            row = None if is_mask else range(len(self))[index]
+        except TypeError:
+            row = None
+        if row is None:
             raise UnsupportedError(
                 f"expected {self._path} to take its experts one by one; it takes {index!r} of {self._param.name}. For "
                 'transformers: model.set_experts_implementation("eager")'
-            ) from error
-        return self._choice.get(row).tensor(self._param.item.name)
+            )
+        value = self._choice.get(row).tensor(self._param.item.name)
+        return value.reshape(*getattr(index, "shape", ()), *value.shape)  # [1] takes a row as one of several
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., object], *_args: object, **_kwargs: object) -> object:

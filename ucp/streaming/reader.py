@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from ucp.core.index import SourceFile
 from ucp.core.slices import Locator, resolve
+from ucp.errors import UsageError
 from ucp.io.files import Sources
+from ucp.io.provenance import check_local
 from ucp.live.parts import LoadItem
 from ucp.transfer.gather import Gatherer
 
@@ -85,21 +87,41 @@ def pad(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+def take_unused(buffer: torch.Tensor) -> torch.Tensor:
+    """The buffer, or new memory if tensors of the model still have its own: backward, or a list of weights."""
+    import torch
+
+    count = getattr(torch._C, "_storage_Use_Count", None)  # noqa: SLF001  # torch has no public one
+    if count is not None and _count_users(buffer, count) <= _count_users(torch.empty(1), count):
+        return buffer
+    return torch.empty_like(buffer, pin_memory=buffer.is_pinned())
+
+
+def _count_users(tensor: torch.Tensor, count: Callable[[int], int]) -> int:
+    return count(tensor.untyped_storage()._cdata)  # noqa: SLF001  # as above
+
+
 class Reader:
     """Reads ranges of parameters in the background."""
 
     def __init__(self, files: Iterable[SourceFile], threads: int) -> None:
-        self._files = tuple(files)
+        self._files = {file.path: file for file in files}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ucp.stream")
+        self._is_closed = False
         self.nbytes_read = 0
 
     def start(self, ranges: Iterable[ReadRange], buffer: torch.Tensor) -> list[Future[int]]:
-        """Begin to read ranges into a buffer of bytes in host memory. The futures give the bytes read."""
+        """Begin to read ranges into a buffer of bytes in host memory. The futures give the bytes read.
+
+        Raises UsageError once it is closed.
+        """
+        if self._is_closed:
+            raise UsageError("expected a stream that is open; it was closed: stream a new model")
         data = memoryview(buffer.numpy())  # type: ignore[arg-type]  # an array has the buffer protocol
         return [self._pool.submit(self._read, blocks, data) for blocks in _group(_cut(ranges))]
 
     def _read(self, ranges: Sequence[ReadRange], data: memoryview) -> int:
-        gatherer = Gatherer(sources=Sources(self._files))
+        gatherer = Gatherer(sources=Sources(self._files.values()))
         requests = []
         for read in ranges:
             target = read.param.item.slice
@@ -107,6 +129,7 @@ class Reader:
             pieces = resolve(target, read.param.locator, read.start, read.stop)
             requests.append((data[read.offset : read.offset + nbytes], target.dtype, pieces))
         gatherer.fill_many(requests)
+        check_local(self._files[path] for path in gatherer.sources.paths if path in self._files)
         gatherer.sources.close()
         self.nbytes_read += gatherer.nbytes_read
         return gatherer.nbytes_read
@@ -117,6 +140,7 @@ class Reader:
 
     def close(self) -> None:
         """Stop the threads."""
+        self._is_closed = True
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 

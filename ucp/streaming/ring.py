@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
-from ucp.streaming.reader import Reader, ReadRange, StreamedParam, pad
+from ucp.streaming.reader import Reader, ReadRange, StreamedParam, pad, take_unused
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +44,7 @@ class Ring:
         import torch
 
         self._layers, self._reader = layers, reader
+        self._lock = RLock()
         self._offsets = [_place(layer) for layer in layers]
         largest = max(_count_nbytes(layer) for layer in layers)
         on_gpu = device.type == "cuda"
@@ -60,7 +62,8 @@ class Ring:
         return sum(slot.host.numel() for slot in self._slots)
 
     def enter(self, layer: int) -> None:
-        """Give the parameters of a layer their elements; wait until they are read."""
+        """Give the parameters of a layer their elements; wait until they are read. Other threads wait for `leave`."""
+        self._lock.acquire()
         slot = next((slot for slot in self._slots if slot.layer == layer), None)
         if slot is None:  # called out of turn
             slot = self._slots[layer % len(self._slots)]
@@ -72,12 +75,14 @@ class Ring:
 
     def leave(self, layer: int) -> None:
         """Take a layer's elements away, and begin to read the layer that follows into its slot."""
-        for param in self._layers[layer]:
-            clear_parameter(param)
-        slot = next(slot for slot in self._slots if slot.layer == layer)
-        if len(self._slots) == len(self._layers):
-            return
-        self._start((layer + len(self._slots)) % len(self._layers), slot)
+        try:
+            for param in self._layers[layer]:
+                clear_parameter(param)
+            slot = next((slot for slot in self._slots if slot.layer == layer), None)
+            if slot is not None and len(self._slots) < len(self._layers):
+                self._start((layer + len(self._slots)) % len(self._layers), slot)
+        finally:
+            self._lock.release()
 
     def _start(self, layer: int, slot: Slot) -> None:
         import torch
@@ -91,6 +96,8 @@ class Ring:
             if slot.copy is not None:
                 slot.copy.result().synchronize()  # or the reads would overwrite what is still being copied
             done = torch.cuda.current_stream(slot.memory.device).record_event()  # of the layer before in this slot
+        else:
+            slot.host = slot.memory = take_unused(slot.host)
         slot.layer = layer
         slot.reads = self._reader.start(ranges, slot.host)
         slot.copy = None if done is None else self._reader.run(self._copy, slot, slot.reads, done)
@@ -133,10 +140,11 @@ def set_parameter(param: StreamedParam, value: torch.Tensor) -> None:
 
 
 def clear_parameter(param: StreamedParam) -> None:
-    """Make the parameter an empty one: what uses it outside of its turn fails."""
+    """Make the parameter one without memory: what uses it, or saves it, outside of its turn fails."""
     import torch
 
-    set_parameter(param, torch.empty(0, dtype=getattr(torch, param.item.slice.dtype.value)))
+    dtype = getattr(torch, param.item.slice.dtype.value)
+    set_parameter(param, torch.empty(param.shape, dtype=dtype, device="meta"))
 
 
 def _place(params: Iterable[StreamedParam]) -> list[int]:

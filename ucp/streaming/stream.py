@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Unpack
+from weakref import WeakSet
 
 from ucp.conversion.arguments import LoadArguments, takes_options
 from ucp.conversion.option import DtypeLike, MemoryLike, TopologyLike, parse_memory, type_path
@@ -33,12 +35,15 @@ from ucp.live.run.request import LoadRequest
 from ucp.moe.layers import find_layers
 from ucp.streaming.experts import ExpertKey, ExpertStore, stream_module, stream_stacked
 from ucp.streaming.reader import Reader, StreamedParam
-from ucp.streaming.ring import Ring, clear_parameter
+from ucp.streaming.ring import Ring, clear_parameter, set_parameter
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+
+_STREAMED: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +133,15 @@ def stream(
     LoadError, SourceError, CoverError
         As `load_into`. An error of a later read is raised by the layer that needs it.
     UsageError
-        There is no list of layers, or fewer than two slots.
+        There is no list of layers, or fewer than two slots; or the model is streamed already.
 
     Ring and cache are those of MoESys. Parameters of layers do not get gradients that outlive the layer's turn.
     """
+    import torch
+
     modules = _find_layers(model, layers)
+    if model in _STREAMED:
+        raise UsageError("expected a model that is not streamed yet; this one is: build it again")
     if isinstance(slots, bool) or not isinstance(slots, int) or slots < 2:
         raise UsageError(f"expected slots of 2 or more, as one layer computes while another is read; got {slots!r}")
     cache = parse_memory(cache_nbytes)
@@ -147,10 +156,12 @@ def stream(
     decision, _ = decide_load(live, request, ResumeOptions(policy=request.rank_extras), {}, Clock(), saved=None)
     device = decision.run.model.device or find_model_device(model)
     by_layer, resident = _divide(model, modules, decision)
-    for params in by_layer:
-        for param in params:
-            clear_parameter(param)
+    _STREAMED.add(model)
+    for param in chain.from_iterable(by_layer):
+        set_parameter(param, torch.empty(0))  # on the meta device, it would be loaded, too
     decision = _load_resident(decision, resident, request, ranks)
+    for param in chain.from_iterable(by_layer):
+        clear_parameter(param)
     reader = Reader(decision.index.files, threads or min(count_cores(), 4))
     dense, stacked, single = _find_experts(model, by_layer)
     experts = None

@@ -18,16 +18,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, islice, zip_longest
 
+from ucp.contract.plugins import pattern
 from ucp.contract.ranks import Problems
+from ucp.core.layout import AxisLayout
 from ucp.core.tensor import TensorRef
-from ucp.errors import MalformedError
+from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.pickle.fields import Shape, text
 from ucp_formats.deepspeed.read.files import SavedFile
 from ucp_formats.deepspeed.read.module import SavedModule
+from ucp_formats.deepspeed.read.optimizer.flat_group import FlatGroupStates
 from ucp_formats.deepspeed.read.run import SavedRun
+from ucp_formats.deepspeed.read.stacks import LAYERS, ExpertStacks
 
 _EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d+)(\..*)")
 
@@ -132,13 +136,25 @@ class ExpertGroups:
     """Name prefix of a layer's experts to the number of experts that a rank holds."""
     degrees: tuple[int, ...]
     """Expert-parallel ranks of each optimizer group; 1 for a group of other parameters."""
+    stacks: ExpertStacks
+    """Parameters with the experts of a rank along dim 0."""
 
     @classmethod
     def of(cls, run: SavedRun, groups: Sequence[Iterable[str]]) -> ExpertGroups:
         """The groups of a run; `groups`: names of the parameters of each, in which every rank counts experts from 0."""
         per_rank = ExpertNumbers.of(name for group in groups for name in group).counts
-        degrees = [_expert_degree(run, at) if any(map(is_expert, group)) else 1 for at, group in enumerate(groups)]
-        return cls(ranks=run.ranks, contiguous=run.config.groups_experts, per_rank=per_rank, degrees=tuple(degrees))
+        stacks, degrees = run.model.stacks, []
+        for at, group in enumerate(groups):
+            stacked = [name in stacks.counts for name in group]
+            if any(stacked) and stacks.ep > 1 and not all(stacked):
+                raise UnsupportedError(
+                    f"expected group {at} of {run.folder} to have stacked experts or other parameters; it has both"
+                )
+            degrees.append(stacks.ep if any(stacked) else _expert_degree(run, at) if any(map(is_expert, group)) else 1)
+        if run.ranks % stacks.ep:
+            raise MalformedError(f"expected ep_size in {run.folder} to divide {run.ranks} ranks; got {stacks.ep}")
+        contiguous = run.config.groups_experts
+        return cls(ranks=run.ranks, contiguous=contiguous, per_rank=per_rank, degrees=tuple(degrees), stacks=stacks)
 
     @property
     def ep(self) -> int:
@@ -154,10 +170,28 @@ class ExpertGroups:
         """For each expert-parallel rank of group `number`, the data-parallel ranks that hold its experts."""
         return expert_holders(ranks=self.ranks, ep=self.degrees[number], contiguous=self.contiguous)
 
+    def on_rank(self, group: FlatGroupStates, number: int, ep_rank: int) -> FlatGroupStates:
+        """Group `number` with its experts as expert-parallel rank `ep_rank` holds them; a group of others unchanged."""
+        degree = self.degrees[number]
+        if degree == 1:
+            return group
+        stacked = {
+            n: self.stacks.global_shape(n, shape) for n, shape in group.shapes.items() if n in self.stacks.counts
+        }
+        held = pattern("shard", dim=0) if stacked else pattern("unique", owner=ep_rank)
+        return replace(
+            group,
+            label=f"{group.label} of expert-parallel rank {ep_rank}",
+            names={} if stacked else {name: self.global_name(name, ep_rank) for name in group.shapes},
+            global_shapes=stacked,
+            coords={"ep": ep_rank},
+            axes=(AxisLayout("ep", degree, held, LAYERS if stacked else "partition_count"),),
+        )
+
     def global_shapes(self, groups: Sequence[Mapping[str, Shape]]) -> dict[str, Shape]:
         """Shapes of all parameters by their global names."""
         return {
-            self.global_name(name, rank): shape
+            self.global_name(name, rank): self.stacks.global_shape(name, shape)
             for shapes, degree in zip(groups, self.degrees, strict=True)
             for rank in range(degree)
             for name, shape in shapes.items()

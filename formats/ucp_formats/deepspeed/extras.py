@@ -87,14 +87,14 @@ class CarriedExtras(ExtraValues):
 
 _IN_ATOMS = (
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
-    *("frozen_param_fragments", EMPTY_SHAPES, "ds_autoep_layers"),
+    *("frozen_param_fragments", EMPTY_SHAPES, "ds_autoep_layers", "autoep_layers"),
 )
 _OPTIMIZER_IN_ATOMS = (
     *("base_optimizer_state", "single_partition_of_fp32_groups", "optimizer_state_dict"),
     *("fp32_flat_groups", "fp32_groups", "fp32_groups_flat"),
     # derived from the tensors above
     *("group_paddings", "param_alignment_paddings", "partition_count", "param_slice_mappings"),
-    *("zero_stage", "ds_version", "universal_checkpoint_info"),
+    *("zero_stage", "ds_version", "universal_checkpoint_info", "ds_zero_partition_groups"),
 )
 SCALE_NUMBERS = ("dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 

@@ -49,3 +49,33 @@ def test_the_checkpoint_tells_loads_and_bytes(ucp: Run, tmp_path: Path) -> None:
 def test_mistakes_write_nothing(options: tuple[str, ...], ucp: Run, tmp_path: Path, loads: Path) -> None:
     ucp("place", "--loads", loads, "--nodes", 3, *CLUSTER, *options, code=2)
     assert [entry.name for entry in tmp_path.iterdir()] == ["loads.json"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "5",
+        '{"0": [1, 2], "00": [3, 4]}',
+        '{"logical_count": [[]]}',
+        f"[[1, {'9' * 400}]]",
+        "[[1e308, 1e308]]",
+        *(
+            f'{{"record_type": "eplb_load_stats", "expert_load": {counts}, "p2l_map": {slots}}}'
+            for counts, slots in [('[["x"]]', "[[0]]"), ("[[1, 2], [1]]", "[[0]]"), ('{"a": 1}', "5"), ("[[]]", "[[]]")]
+        ),
+        "[" * 100_000,
+    ],
+)
+def test_hostile_loads_are_refused(text: str, ucp: Run, tmp_path: Path) -> None:
+    path = tmp_path / ("loads.json" if not text.startswith(('{"rec', "[[[")) else "loads.jsonl")
+    path.write_text(text)
+    code = 1 if text.startswith("[[[") else 2
+    assert isinstance(ucp("place", "--loads", path, "--nodes", 2, "--slots", 8, code=code).exception, SystemExit)
+
+
+@pytest.mark.parametrize("slots", ["[0,,1]", "[0 1]", "[01]", f"[{'9' * 5000}]"])
+def test_a_hostile_placement_is_refused(slots: str, ucp: Run, tmp_path: Path, loads: Path) -> None:
+    previous = tmp_path / "placement.yaml"
+    previous.write_text(f"initial_global_assignments:\n  0: {slots}\n")
+    words = ("--nodes", 2, *CLUSTER, "--from", previous, "--form", "trtllm")
+    assert isinstance(ucp("place", "--loads", loads, *words, code=1).exception, SystemExit)

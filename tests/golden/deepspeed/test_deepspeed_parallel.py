@@ -134,15 +134,15 @@ def test_every_file_is_named(case: str) -> None:
 def test_deepspeeds_own_converter_makes_the_same_of_it(case: str) -> None:
     index = index_of(case)
     (zero,) = (ROOT / case / "universal").glob("*/zero")
-    folders = [path for path in zero.iterdir() if path.is_dir()]
+    folders = [path for path in zero.iterdir() if path.is_dir() and path.name not in index.aliases]
     assert {path.name for path in folders} == {name for group in index.groups for name in group.params}
     for folder in folders:
         for stem, state in (("fp32", "weight"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
             saved = read_archive(str(folder / f"{stem}.pt")).root
-            assert isinstance(saved, dict)
-            view = saved["param"]
+            view = saved["param"] if isinstance(saved, dict) else saved
             state_values = states_of(case)[f"{folder.name}/{state}"]
-            assert view.shape[1:] == tuple(state_values.shape[1:])
+            if isinstance(saved, dict):  # a flat tensor under ZeRO-3
+                assert view.shape[1:] == tuple(state_values.shape[1:])
             with Path(view.path).open("rb") as file:
                 file.seek(view.offset)
                 expected = file.read(view.nbytes)

@@ -151,7 +151,7 @@ def _workers() -> int:
 
 _REFUSED = "{} was written by DeepSpeed with a layout that cannot be read:\n{}"
 _LATER = "ucp does not read this layout yet"
-_AUTOEP = f"experts fused by AutoEP; {_LATER}: train with deepspeed.moe.layer.MoE, or without expert parallelism"
+_FOLDED = f"AutoEP with tensor parallelism; {_LATER}: resume with autotp_size 1 and save again"
 _NVME = "optimizer states offloaded to NVMe are raw swap files: resume with offload_optimizer device cpu and save again"
 _ELASTIC = "elastic_checkpoint drops parameter groups: set zero_optimization.elastic_checkpoint to false and save again"
 _MICS = f"MiCS (only the first shard group saves); {_LATER}: resume without mics_shard_size and save again"
@@ -174,15 +174,14 @@ def refuse_idle_options(options: SourceOptions, tp: int, where: str) -> None:
 
 def _find_unsupported(root: Mapping[object, object]) -> Iterator[tuple[str, str]]:
     """What shows that the file has a layout that ucp does not read, each with the reason and the remedy."""
-    yield from ((key, _AUTOEP) for key in ("ds_autoep_layers", "autoep_layers", "folding") if root.get(key) is not None)
+    if root.get("folding") is not None:
+        yield "folding", _FOLDED
     saved = root.get("optimizer_state_dict")
     if isinstance(saved, dict):
         if isinstance(saved.get("base_optimizer_state"), list) and "single_partition_of_fp32_groups" in saved:
             yield "base_optimizer_state is a list", _ELASTIC
         if "local_sub_partitions_of_fp32_groups" in saved:
             yield "local_sub_partitions_of_fp32_groups", _OLD_STAGE_1
-        if saved.get("ds_zero_partition_groups") is not None:
-            yield "ds_zero_partition_groups", _AUTOEP
     config = root.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     if isinstance(zero, dict):

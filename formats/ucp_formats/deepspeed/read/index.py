@@ -30,6 +30,7 @@ from ucp_formats.deepspeed.read.module import ModulePart, read_module
 from ucp_formats.deepspeed.read.optimizer.sharded import read_sharded, with_shapes
 from ucp_formats.deepspeed.read.ranks.merge import MergedRanks, Mesh
 from ucp_formats.deepspeed.read.run import SavedGrid, read_grid
+from ucp_formats.deepspeed.read.stacks import LAYERS
 
 _DTYPES = {Precision.BF16: DType.BFLOAT16, Precision.FP16: DType.FLOAT16}
 
@@ -46,7 +47,7 @@ def read_native(
     grid = read_grid(folder)
     checksums = Checksums(record for file in grid.files for record in file.records)
     refuse_idle_options(options, grid.tp, str(folder.path))
-    if len(grid.runs) == 1 and not grid.layers and not grid.experts:
+    if len(grid.runs) == 1 and not grid.layers and not grid.experts and not grid.first.model.stacks.counts:
         merged = _read_plain(grid, checksums, group_names)
     else:
         from ucp_formats.deepspeed.read.ranks.parallel import expert_degree, read_parallel
@@ -107,11 +108,14 @@ def _known_from(grid: SavedGrid, ep: int) -> dict[str, str]:
     stages = (
         "layer_*-model_states.pt files" if grid.is_pipeline else "parameters in the mp_rank_*_model_states.pt files"
     )
+    experts = "names of the layer_*_expert_*_model_states.pt files"
+    if grid.first.model.stacks.counts:
+        experts = f"{LAYERS} of {name}"
     known = {
         "dp": grid.first.shapes_from if grid.first.stage else f"module of {name}: full on every rank",
         "tp": f"universal_checkpoint_info of {name}" if grid.tp > 1 else "",
         "pp": f"names of the {stages}" if grid.pp > 1 else "",
-        "ep": "names of the layer_*_expert_*_model_states.pt files" if ep > 1 else "",
+        "ep": experts if ep > 1 else "",
     }
     return {axis: where for axis, where in known.items() if where}
 

@@ -6,7 +6,7 @@ empty placeholder for each parameter; of each frozen parameter, every rank saves
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -32,6 +32,7 @@ from ucp_formats.deepspeed.config import RunConfig
 from ucp_formats.deepspeed.names import FileName
 from ucp_formats.deepspeed.read.files import SavedFile
 from ucp_formats.deepspeed.read.optimizer.saved import UnshardedOptimizer
+from ucp_formats.deepspeed.read.stacks import ExpertStacks
 
 EMPTY_SHAPES = "empty_param_shapes"
 """Key that only ucp writes: the shapes of parameters without elements, which DeepSpeed's stage 3 does not record."""
@@ -109,6 +110,8 @@ class ModelStates:
             else {}
             for key in ("frozen_param_fragments", "shared_params")
         )
+        tensors = module if isinstance(module, dict) else {}
+        shared = {**ExpertStacks.of(root, file.path).router_copies(tensors), **shared}
         return cls(
             file=file,
             module=None if module is None else SavedModule.of(module, "module"),
@@ -149,6 +152,11 @@ class ModelStates:
     def untrained(self) -> dict[str, Shape | None]:
         """Buffers and frozen parameters that the file names, with their shapes where they are recorded."""
         return {**dict.fromkeys(self.buffers or ()), **self.frozen}
+
+    @property
+    def stacks(self) -> ExpertStacks:
+        """Experts that AutoEP stacked."""
+        return ExpertStacks.of(self.file.root, self.file.path)
 
     @property
     def ranks(self) -> int | None:
@@ -242,6 +250,13 @@ def read_module(
             "(exclude_frozen_parameters)"
         )
     return part
+
+
+def add_stacks(part: ModulePart, stacks: Mapping[str, ShardedTensor], trained: Container[str]) -> None:
+    """Add the experts that AutoEP stacked; all are frozen unless they are `trained`."""
+    for name, tensor in stacks.items():
+        kind = Kind.PARAMETER if name in trained else Kind.FROZEN
+        part.entries[name] = ModuleEntry(kind=kind, shape=tensor.shape, dtype=tensor.dtype, tensor=tensor)
 
 
 def _add_unsharded(model: ModelStates, trained: Mapping[str, Shape], part: ModulePart) -> None:

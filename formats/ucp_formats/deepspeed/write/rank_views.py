@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ucp.core.index import AtomIndex, Index, Kind
 from ucp.core.topology import Topology
-from ucp.errors import MissingStateError, TopologyError, format_list
+from ucp.errors import MissingStateError, TopologyError, UnsupportedError, format_list
 from ucp_formats.deepspeed.config import Precision
 from ucp_formats.deepspeed.experts import ExpertNumbers
 from ucp_formats.deepspeed.tp.layout import TensorLayout, shared_divisors
@@ -111,6 +111,12 @@ def check_experts(facts: RunFacts, wanted: Topology, names: Iterable[str]) -> Ex
             f"expected {facts.index.path} to have all experts of a layer, from number 0 to its highest; missing:\n"
             f"{format_list(experts.missing)}\nDeepSpeed's files number experts without gaps: include these experts, or "
             "exclude all experts of the layer"
+        )
+    if facts.stacks.counts.keys() & facts.index.atoms.keys():
+        raise UnsupportedError(
+            f"expected no experts of AutoEP for native files of {wanted}, because ucp does not write them; "
+            f"{facts.index.path} has some. Write a universal checkpoint (--to deepspeed-universal), which AutoEP loads "
+            "with every ep, dp and ZeRO stage"
         )
     if not experts.counts:
         if wanted.ep > 1:

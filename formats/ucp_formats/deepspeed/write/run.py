@@ -34,6 +34,7 @@ from ucp.transfer.probe import Prober
 from ucp_formats.deepspeed.config import Precision, RunConfig
 from ucp_formats.deepspeed.extras import CarriedExtras
 from ucp_formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, parse_name
+from ucp_formats.deepspeed.read.stacks import INFO, ExpertStacks
 from ucp_formats.deepspeed.tp.layout import TensorLayout
 from ucp_formats.deepspeed.tp.universal_info import UniversalCheckpointInfo, recorded_layouts
 
@@ -207,6 +208,11 @@ class RunFacts:
     def draft(self, path: str) -> AtomDraft:
         """A new file of model-parallel rank `mp`."""
         return AtomDraft(path, self.index, self.cuts, self.mp % self.tp, known_from=self.tp_known_from)
+
+    @property
+    def stacks(self) -> ExpertStacks:
+        """Experts of the source that AutoEP stacked."""
+        return ExpertStacks.of({INFO: self.extras.mapping(INFO)}, self.index.path)
 
     @property
     def tp_known_from(self) -> str:

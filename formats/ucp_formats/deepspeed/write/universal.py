@@ -197,6 +197,8 @@ def _parameter_files(facts: RunFacts, group: Group) -> Iterator[FinishedFile]:
                 continue
             shape = atom.global_shape or (1,)
             keys = {"cat_dim": 0} if facts.rules is None else facts.rules.file_keys(atom.name)
+            if atom.name in facts.stacks.counts:
+                keys = {"cat_dim": 0, "is_expert_param": True, "ep_num_experts": facts.stacks.counts[atom.name]}
             dtype = group.dtypes[state]
             tensor = draft.full(atom.name, state, dtype, shape=shape) if has_state else draft.add_tensor(dtype, shape)
             yield draft.finish({**keys, "param": tensor})

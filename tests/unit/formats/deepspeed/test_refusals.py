@@ -9,6 +9,14 @@ from ucp_formats.deepspeed.read.source import DeepSpeedFormat
 
 from ucp.errors import UnsupportedError
 
+SWAPPED = {
+    "expert_key_prefix": "mlp.experts",
+    "num_experts": 4,
+    "ep_size": 2,
+    "expert_placement": {"ranks": [{"rank": 0, "experts": [1, 0]}, {"rank": 1, "experts": [2, 3]}]},
+}
+"""A layer of AutoEP whose ranks do not hold its experts in order."""
+
 
 def refusal(path: Path) -> str:
     assert DeepSpeedFormat().detect(path) is not None, "refused, and yet recognised"
@@ -26,9 +34,8 @@ def test_states_on_nvme(tmp_path: Path, fake_run) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "why"),
     [
-        ("ds_autoep_layers", [{}], "AutoEP"),
-        ("autoep_layers", [{}], "AutoEP"),
         ("folding", {"version": 1}, "AutoEP"),
+        ("ds_autoep_layers", [SWAPPED], "expert_placement"),
         ("ds_config", {"zero_optimization": {"stage": 1, "mics_shard_size": 2}}, "MiCS"),
         ("ds_config", {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "NVMe"),
     ],
@@ -44,7 +51,6 @@ def test_by_what_the_model_states_say(tmp_path: Path, fake_run, key: str, value:
     [
         (lambda saved: saved.update(base_optimizer_state=[{}]), "elastic_checkpoint"),
         (lambda saved: saved.update(local_sub_partitions_of_fp32_groups=[]), "DeepSpeed 0.3"),
-        (lambda saved: saved.update(ds_zero_partition_groups=[{}]), "AutoEP"),
     ],
 )
 def test_by_what_the_optimizer_says(tmp_path: Path, fake_run, change, why: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ucp
-from ucp.errors import LoadError, MissingFileError, UnsupportedError, UsageError
+from ucp.errors import ChangedError, LoadError, MissingFileError, UnsupportedError, UsageError
 from ucp.streaming.experts import ExpertStore
 
 
@@ -177,4 +178,74 @@ def test_a_call_of_all_experts_reads_each_once(nbytes: int, tmp_path: Path) -> N
         assert stream.cache_misses + stream.cache_hits - before >= 18
     assert stream.cache_hits
     assert len(store._passing) + len(store._free) + len(list(store.cache)) == store.num_buffers
+    stream.close()
+
+
+@torch.enable_grad()  # type: ignore[untyped-decorator]  # torch's own
+def test_gradients_are_those_of_the_whole_model(tmp_path: Path) -> None:
+    """Backward needs weights of layers and experts whose turn is over."""
+    for kind in ("", "rows", "modules"):
+        model = Model(kind)
+        with torch.device("meta"):
+            streamed = Model(kind)
+        stream = ucp.stream(streamed, save(model, tmp_path), cache_nbytes=1)
+        inputs = [torch.ones(9, 3, 8, requires_grad=True) for _ in range(2)]
+        for of_run, run in zip(inputs, (model, streamed), strict=True):
+            hidden = of_run * torch.arange(9).reshape(9, 1, 1)
+            for layer in run.layers:
+                hidden = layer(hidden)
+            hidden.pow(2).sum().backward()
+        stream.close()
+        assert torch.equal(inputs[0].grad, inputs[1].grad)  # type: ignore[arg-type]  # computed above
+
+
+def test_rows_are_indexed_as_tensors_are(tmp_path: Path) -> None:
+    model = Model("rows")
+    with torch.device("meta"):
+        streamed = Model("rows")
+    stream = ucp.stream(streamed, save(model, tmp_path), cache_nbytes=1)
+    whole, rows = model.layers[0].mlp.experts.w1, streamed.layers[0].mlp.experts.w1  # type: ignore[union-attr]
+    for index in (2, -1, torch.tensor(2), torch.tensor([2]), torch.tensor([[2]])):
+        assert torch.equal(rows[index], whole[index])
+    assert torch.equal(torch.stack(list(rows)), whole)
+    for index in (6, -7):
+        with pytest.raises(IndexError):
+            rows[index]
+    for several in (True, torch.tensor(True), slice(0, 1), torch.tensor([0, 1])):
+        with pytest.raises(UnsupportedError):
+            rows[several]
+    stream.close()
+
+
+def test_threads_take_turns(tmp_path: Path) -> None:
+    model = Model("rows")
+    with torch.device("meta"):
+        streamed = Model("rows")
+    stream = ucp.stream(streamed, save(model, tmp_path), cache_nbytes=1)
+    batches = [torch.full((2, 3), number) for number in range(3)]
+    with torch.no_grad(), ThreadPoolExecutor(3) as pool:
+        outputs = list(pool.map(lambda number: streamed(batches[number % 3]), range(15)))
+    assert all(torch.equal(output, model(batches[number % 3])) for number, output in enumerate(outputs))
+    stream.close()
+
+
+def test_a_streamed_model_is_not_streamed_again_nor_saved(tmp_path: Path) -> None:
+    path, streamed = save(Model(), tmp_path), Model()
+    stream = ucp.stream(streamed, path)
+    with pytest.raises(UsageError):
+        ucp.stream(streamed, path)
+    with pytest.raises(UnsupportedError):
+        ucp.save(streamed, None, None, tmp_path / "saved")
+    stream.close()
+    stream.close()
+    with pytest.raises(UsageError):
+        [streamed(torch.zeros(1, 2, dtype=torch.long)) for _ in range(2)]
+
+
+def test_a_checkpoint_that_changes_is_not_read_on(tmp_path: Path) -> None:
+    path, streamed = save(Model(), tmp_path), Model()
+    stream = ucp.stream(streamed, path)
+    save(Model(), tmp_path)
+    with pytest.raises(ChangedError):
+        [streamed(torch.zeros(1, 2, dtype=torch.long)) for _ in range(3)]
     stream.close()

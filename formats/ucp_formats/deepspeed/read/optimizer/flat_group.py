@@ -10,7 +10,7 @@ Every rank has a range of the flat master weights, and named states for it. A st
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ucp.contract.layouts import FlatLayout
 from ucp.contract.ranks import Checksums, Problems, make_rank_extras
@@ -18,7 +18,15 @@ from ucp.core.index import STEP, WEIGHT, Extra, Fragment, LostStates, ParamGroup
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.region import Box
 from ucp.core.tensor import TensorRef, contiguous_strides
-from ucp.core.union import ShardedTensor, ShardSet, StateSource, StoredShard, state_from_number, state_from_scalar
+from ucp.core.union import (
+    ShardedTensor,
+    ShardSet,
+    StateSource,
+    StoredShard,
+    merge_counts,
+    state_from_number,
+    state_from_scalar,
+)
 from ucp.errors import format_list
 from ucp.io.pickle.fields import Shape, describe_value
 
@@ -86,7 +94,7 @@ class FlatGroupStates:
     label: str
     """Name for messages, for example "group 0"."""
     shapes: Mapping[str, Shape]
-    """Parameter to global shape, in the order of the flat tensor."""
+    """Parameter to shape, in the order of the flat tensor."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Parameter to its global name, where the two differ (experts)."""
     layouts: tuple[FlatLayout, ...]
@@ -95,6 +103,8 @@ class FlatGroupStates:
     """Further layouts that states can have, but weights cannot."""
     shards: tuple[Shard, ...]
     """The share of each rank."""
+    global_shapes: Mapping[str, Shape] = field(default_factory=dict)
+    """Parameter to its global shape, where each expert-parallel rank has a part; the parts are added one by one."""
     coords: Mapping[str, int] = field(default_factory=dict)
     """Coordinates of these ranks on axes other than dp."""
     axes: tuple[AxisLayout, ...] = ()
@@ -180,7 +190,12 @@ class _GroupReader:
                 split, starts = starts_by_param[param]
                 stored = [StoredShard(self.coords[rank], tensors[rank], start) for rank, start in starts]
                 shards = ShardSet(split, tuple(stored))
-            states[name] = ShardedTensor(dtype=first.dtype, shape=shape, shard_sets=(shards,))
+            tensor = ShardedTensor(dtype=first.dtype, shape=shape, shard_sets=(shards,))
+            if param in self.group.global_shapes:
+                before = states.get(name)
+                sets = before.shard_sets if isinstance(before, ShardedTensor) else ()
+                tensor = replace(tensor, shape=self.group.global_shapes[param], shard_sets=(*sets, shards))
+            states[name] = tensor
 
     def _find_starts(self, layout: FlatLayout) -> dict[str, tuple[Layout, list[tuple[int, int]]]]:
         """Parameter to its layout, and to the ranks that hold elements of it, with the start in each one's tensor."""
@@ -220,8 +235,9 @@ class _GroupReader:
             self._share_state(name, state_from_number(number))
 
     def _share_state(self, name: str, state: StateIndex) -> None:
-        for states in self.states.values():
-            states[name] = state
+        for param, states in self.states.items():
+            before = states.get(name) if param in self.group.global_shapes else None
+            states[name] = merge_counts([before, state]) if isinstance(before, StateIndex) else state
 
     def _ranks_without(self, values: Mapping[int, object]) -> list[int]:
         return [shard.rank for shard in self.group.shards if shard.rank not in values and shard.weight.numel]

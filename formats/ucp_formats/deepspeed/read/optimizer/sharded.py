@@ -17,10 +17,8 @@ from dataclasses import replace
 from math import prod
 
 from ucp.contract.layouts import Chunks, FlatBuffer, Span, WholeParameters
-from ucp.contract.plugins import pattern
 from ucp.contract.ranks import Checksums, Problems
 from ucp.core.index import ParamGroup
-from ucp.core.layout import AxisLayout
 from ucp.errors import MalformedError, UnsupportedError, format_count, format_list
 from ucp.io.pickle.fields import Shape
 from ucp_formats.deepspeed.experts import ExpertGroups, merge_names
@@ -49,11 +47,18 @@ def read_sharded(run: SavedRun, checksums: Checksums) -> OptimizerPart:
             f"got\n{format_list(wrong)}\nThe files are from different runs"
         )
     if run.stage == 3:
+        experts = ExpertGroups.of(run, run.model.groups)
         for number, shapes in enumerate(run.model.groups):
-            chunks = Chunks({name: prod(shape) for name, shape in shapes.items()}, run.ranks)
-            shards = tuple(_shard(file, rank, number, number) for rank, file in run.optimizers.items())
-            group = FlatGroupStates(label=f"sub-group {number}", shapes=shapes, layouts=(chunks,), shards=shards)
-            add_flat_group(part, group, checksums, problems)
+            numels = {name: prod(shape) for name, shape in shapes.items()}
+            for ep_rank, ranks in enumerate(experts.holders(number)):
+                holders = [run.optimizers[rank] for rank in ranks]
+                group = FlatGroupStates(
+                    label=f"sub-group {number}",
+                    shapes=shapes,
+                    layouts=(Chunks(numels, len(ranks)),),
+                    shards=tuple(_shard(file, rank, number, number) for rank, file in enumerate(holders)),
+                )
+                add_flat_group(part, experts.on_rank(group, number, ep_rank), checksums, problems)
         members = sub_group_params(groups, run.model.groups, f"param_groups of {next(iter(files))}")
     else:
         members = add_groups(part, run, checksums, problems)
@@ -99,7 +104,6 @@ def add_groups(part: OptimizerPart, run: SavedRun, checksums: Checksums, problem
     members = []
     for number, shapes in enumerate(run.model.groups):
         holders = experts.holders(number)
-        has_experts = len(holders) > 1
         names: list[list[str]] = []
         for ep_rank, ranks in enumerate(holders):
             files = [run.optimizers[rank] for rank in ranks]
@@ -111,17 +115,14 @@ def add_groups(part: OptimizerPart, run: SavedRun, checksums: Checksums, problem
                     where = f"group {number} of {file.name.name}"
                     raise UnsupportedError(f"expected one flat tensor in {where}; got {len(slots)}")
                 shards.append(_shard(file, rank, number, slots[0]))
-            owner = AxisLayout("ep", len(holders), pattern("unique", owner=ep_rank), "partition_count")
             group = FlatGroupStates(
-                label=f"group {number}" + (f" of expert-parallel rank {ep_rank}" if has_experts else ""),
+                label=f"group {number}",
                 shapes=shapes,
-                names={name: experts.global_name(name, ep_rank) for name in shapes} if has_experts else {},
                 layouts=(buffer,),
                 state_layouts=(WholeParameters(buffer),),
                 shards=tuple(shards),
-                coords={"ep": ep_rank},
-                axes=(owner,) if has_experts else (),
             )
+            group = experts.on_rank(group, number, ep_rank)
             add_flat_group(part, group, checksums, problems)
             saved = {r: file.mappings[number] for r, file in enumerate(files) if number < len(file.mappings)}
             mappings = {rank: spans for rank, spans in saved.items() if spans is not None}

@@ -11,7 +11,7 @@ are views of one flat tensor per group. Otherwise order and shapes must allow on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from math import prod
 
 from ucp.contract.ranks import Checksums, Problems
@@ -43,16 +43,22 @@ INFERRED = (
 
 
 def read_optimizer(
-    optimizer: UnshardedOptimizer, params: Params, checksums: Checksums, order: Names | None = None
+    optimizer: UnshardedOptimizer,
+    params: Params,
+    checksums: Checksums,
+    order: Names | None = None,
+    *,
+    stacked: Container[str] = (),
 ) -> OptimizerPart:
     """States and groups of an optimizer without ZeRO.
 
     `order`: parameter names of each group in its order, if the user states them; else they are found or inferred.
+    `stacked`: parameters that are experts although their names do not tell.
     """
     part = OptimizerPart()
     groups = optimizer.torch.groups
     try:
-        names = order if order is not None else _find_names(optimizer, params, checksums, part)
+        names = order if order is not None else _find_names(optimizer, params, stacked, checksums, part)
     except UnsupportedError:
         if optimizer.kind != "torch" or optimizer.torch.state:
             raise
@@ -93,7 +99,9 @@ def _flat_group(optimizer: UnshardedOptimizer, number: int, shapes: Mapping[str,
     )
 
 
-def _find_names(optimizer: UnshardedOptimizer, params: Params, checksums: Checksums, part: OptimizerPart) -> Names:
+def _find_names(
+    optimizer: UnshardedOptimizer, params: Params, stacked: Container[str], checksums: Checksums, part: OptimizerPart
+) -> Names:
     """Parameter names of each group, from the first source in the module docstring that has them."""
     if optimizer.recorded:  # in `param_shapes`, which ucp writes
         wrong = [
@@ -122,7 +130,7 @@ def _find_names(optimizer: UnshardedOptimizer, params: Params, checksums: Checks
     if by_storage is not None:
         return by_storage
     part.notes.append(INFERRED)
-    return _infer_names(optimizer, params)
+    return _infer_names(optimizer, params, stacked)
 
 
 def _find_names_by_storage(optimizer: UnshardedOptimizer, params: Params, checksums: Checksums) -> Names | None:
@@ -153,7 +161,7 @@ def _find_names_by_storage(optimizer: UnshardedOptimizer, params: Params, checks
     return groups if len(groups) == len(set(lengths)) == len(lengths) else None
 
 
-def _infer_names(optimizer: UnshardedOptimizer, params: Params) -> Names:
+def _infer_names(optimizer: UnshardedOptimizer, params: Params, stacked: Container[str]) -> Names:
     """Parameter names of each group, inferred from shapes; groups marked `moe` hold only experts, others hold none."""
     slots = slots_of(optimizer)
     has_experts = [group.has_experts for group in optimizer.torch.groups]
@@ -162,7 +170,7 @@ def _infer_names(optimizer: UnshardedOptimizer, params: Params) -> Names:
     names_by_group: dict[int, tuple[str, ...]] = {}
     for kind in (False, True):
         numbers = [number for number, marked in enumerate(has_experts) if marked is kind]
-        candidates = {name: ref for name, ref in params.items() if is_expert(name) is kind}
+        candidates = {name: ref for name, ref in params.items() if (is_expert(name) or name in stacked) is kind}
         (names,) = names_by_shape([[slots[number] for number in numbers]], [candidates], optimizer.where)
         names_by_group.update(zip(numbers, names, strict=True))
     return [names_by_group[number] for number in range(len(slots))]

@@ -18,7 +18,7 @@ from ucp.contract.ranks import Checksums, Problems
 from ucp.core.index import WEIGHT, Extra, Kind, ParamGroup, StateIndex
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.tensor import InlineTensor
-from ucp.core.union import ShardedTensor, ShardSet, StateSource, StoredShard, merge_counts
+from ucp.core.union import ShardedTensor, ShardSet, StateSource, merge_counts
 from ucp.errors import MalformedError, UnsupportedError, format_list
 from ucp.io.pickle.fields import Shape
 from ucp_formats.deepspeed.experts import ExpertNumbers
@@ -75,7 +75,7 @@ class Mesh:
             if layout is part.layout:
                 parts.append(part)
             else:
-                moved = [StoredShard({**base, **copy.coords}, copy.ref, copy.start) for copy in part.shards]
+                moved = [copy._replace(coords={**base, **copy.coords}) for copy in part.shards]
                 parts.append(ShardSet(layout, tuple(moved)))
         if all(new is old for new, old in zip(parts, tensor.shard_sets, strict=True)):
             return tensor

@@ -22,17 +22,16 @@ from ucp.io.pickle.fields import Shape, require_mapping
 from ucp_formats.deepspeed.experts import ExpertGroups, check_experts_saved, read_experts
 from ucp_formats.deepspeed.extras import model_extras
 from ucp_formats.deepspeed.read.files import SavedFile
-from ucp_formats.deepspeed.read.module import ModelStates, SavedModule, module_of, read_module
+from ucp_formats.deepspeed.read.module import ModelStates, SavedModule, add_stacks, module_of, read_module
 from ucp_formats.deepspeed.read.optimizer.flat_group import OptimizerPart
 from ucp_formats.deepspeed.read.optimizer.sharded import read_sharded, with_shapes
 from ucp_formats.deepspeed.read.ranks.merge import MergedRanks, Mesh, RankPart, Rules, merge_ranks
 from ucp_formats.deepspeed.read.ranks.pipeline import layer_prefixes, pipeline_modules
 from ucp_formats.deepspeed.read.ranks.unsharded import read_expert_ranks, read_stages, read_unsharded
 from ucp_formats.deepspeed.read.run import TIED, SavedGrid
+from ucp_formats.deepspeed.read.stacks import INFO, LAYERS
 from ucp_formats.deepspeed.tp.family import FamilyRules, script_arguments
 from ucp_formats.deepspeed.tp.universal_info import UniversalCheckpointInfo, recorded_layouts
-
-_INFO = "universal_checkpoint_info"
 
 
 def read_parallel(grid: SavedGrid, checksums: Checksums, options: SourceOptions, mesh: Mesh) -> MergedRanks:
@@ -40,9 +39,9 @@ def read_parallel(grid: SavedGrid, checksums: Checksums, options: SourceOptions,
     where = str(grid.folder.path)
     infos: dict[str, tuple[SavedFile, object]] = {}
     for run in grid.runs.values():
-        infos[run.model.name.name] = run.model.file, run.model.file.root.get(_INFO)
+        infos[run.model.name.name] = run.model.file, run.model.file.root.get(INFO)
         for file in list(run.optimizers.values())[:1]:
-            infos[file.name.name] = file.file, file.saved.get(_INFO)
+            infos[file.name.name] = file.file, file.saved.get(INFO)
     rules = tensor_rules(infos, where, options)
     parts = _read_parts(grid, checksums)
     merged = merge_ranks(parts, rules, checksums, where, mesh)
@@ -52,7 +51,7 @@ def read_parallel(grid: SavedGrid, checksums: Checksums, options: SourceOptions,
         module.extras.append(Extra(name="pipeline", value={"layers": layers, "stages": stages}))
         merged.warnings.extend(_tied_layers_without_file(layers, stages))
     if isinstance(rules, FamilyRules) and grid.tp > 1:
-        module.extras.append(Extra(name=_INFO, value=recorded_layouts(layouts)))
+        module.extras.append(Extra(name=INFO, value=recorded_layouts(layouts)))
     means = [name for name, layout in layouts.items() if layout.overlap is Overlap.MEAN]
     averaged = (
         f"tensor-parallel ranks train separate copies of {format_count(len(means), 'parameter')}, whose weights and "
@@ -106,7 +105,8 @@ def tensor_rules(infos: Mapping[str, tuple[SavedFile, object]], where: str, opti
     and its `universal_checkpoint_info`.
     """
     records = {
-        name: require_mapping(info, f"{_INFO} of {file.path}")
+        # each rank's record of AutoEP has its own expert-parallel rank
+        name: {key: value for key, value in require_mapping(info, f"{INFO} of {file.path}").items() if key != LAYERS}
         for name, (file, info) in infos.items()
         if info is not None
     }
@@ -115,13 +115,15 @@ def tensor_rules(infos: Mapping[str, tuple[SavedFile, object]], where: str, opti
         saved = next((file.root["args"] for file, _ in infos.values() if "args" in file.root), None)
         return FamilyRules(options, script_arguments(saved), where)
     problems = Problems()
-    problems.check_agreement(_INFO, records)
+    problems.check_agreement(INFO, records)
     problems.raise_any(where, "tensor parallelism")
     return UniversalCheckpointInfo(next(iter(records.values())), where)
 
 
 def expert_degree(grid: SavedGrid) -> int:
     """Number of expert-parallel ranks; 1 without experts."""
+    if grid.first.model.stacks.counts:
+        return grid.first.model.stacks.ep
     if not grid.experts or not grid.first.optimizers:
         return max(1, len(grid.expert_optimizers))
     return max(ExpertGroups.of(run, run.names).ep for run in grid.runs.values())
@@ -132,9 +134,14 @@ def _read_parts(grid: SavedGrid, checksums: Checksums) -> list[RankPart]:
     problems = Problems()
     where = str(grid.folder.path)
     experts = {mp: read_experts([file for file in grid.experts if file.name.mp == mp], problems) for mp in grid.runs}
+    stacked: dict[int, dict[str, ShardedTensor]] = {}
+    for mp, run in grid.runs.items() if grid.first.stage != 3 else ():
+        tensors = dict(experts[mp].tensors)
+        stacked[mp] = run.model.stacks.take(tensors, problems)
+        experts[mp] = replace(experts[mp], tensors=tensors)
     if grid.first.stage == 0:
         problems.raise_any(where, "experts")
-        return _read_unsharded(grid, experts[0], checksums)
+        return _read_unsharded(grid, experts[0], stacked[0], checksums)
     runs = {mp: with_shapes(run, _module_shapes(grid, mp, experts[mp])) for mp, run in grid.runs.items()}
     trained = {}
     for mp, run in runs.items():
@@ -156,18 +163,21 @@ def _read_parts(grid: SavedGrid, checksums: Checksums) -> list[RankPart]:
         if not grid.is_pipeline:
             models = {**run.models, 0: _with_experts(run.model, experts[mp])}
             module = read_module(models, trained[mp], checksums, sharded=run.stage == 3)
+            add_stacks(module, stacked.get(mp, {}), trained[mp])
             part = replace(part, module=module, untrained=tuple(module.entries))
         parts.append(part)
     return parts
 
 
-def _read_unsharded(grid: SavedGrid, experts: SavedModule, checksums: Checksums) -> list[RankPart]:
+def _read_unsharded(
+    grid: SavedGrid, experts: SavedModule, stacked: Mapping[str, ShardedTensor], checksums: Checksums
+) -> list[RankPart]:
     """The module and optimizer of each rank of a run without ZeRO."""
     parts = []
     if grid.is_pipeline:
         parts = read_stages(grid, checksums)
     elif grid.experts:
-        parts = list(read_expert_ranks(grid, _with_experts(grid.first.model, experts), checksums))
+        parts = list(read_expert_ranks(grid, _with_experts(grid.first.model, experts), stacked, checksums))
     else:
         for mp, run in grid.runs.items():
             module, optimizer = read_unsharded(run.model, checksums)

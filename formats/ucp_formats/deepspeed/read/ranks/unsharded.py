@@ -14,20 +14,24 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
+from ucp.contract.plugins import pattern
 from ucp.contract.ranks import Checksums
 from ucp.core.index import Kind
-from ucp.core.tensor import TensorRef
+from ucp.core.layout import AxisLayout, Layout
+from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp.core.union import ShardedTensor, ShardSet, StoredShard
 from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.pickle.fields import Shape
 from ucp_formats.deepspeed.experts import ExpertNumbers, merge_names
 from ucp_formats.deepspeed.extras import unsharded_extras
-from ucp_formats.deepspeed.read.module import ModelStates, ModulePart, module_of, read_module
+from ucp_formats.deepspeed.read.module import ModelStates, ModulePart, add_stacks, module_of, read_module
 from ucp_formats.deepspeed.read.optimizer.flat_group import OptimizerPart
 from ucp_formats.deepspeed.read.optimizer.saved import UnshardedOptimizer
 from ucp_formats.deepspeed.read.optimizer.zero0 import INFERRED, REMEDY, names_by_shape, read_optimizer, slots_of
 from ucp_formats.deepspeed.read.ranks.merge import RankPart
 from ucp_formats.deepspeed.read.ranks.pipeline import pipeline_modules
 from ucp_formats.deepspeed.read.run import SavedGrid
+from ucp_formats.deepspeed.read.stacks import LAYERS
 
 
 def read_unsharded(
@@ -118,8 +122,13 @@ def _infer_stage_names(
     return names_by_shape([slots_of(optimizer) for optimizer in optimizers], params_by_layer, where)
 
 
-def read_expert_ranks(grid: SavedGrid, model: ModelStates, checksums: Checksums) -> Iterator[RankPart]:
-    """Module and optimizers of a run with experts; `model`: model states whose module contains the experts."""
+def read_expert_ranks(
+    grid: SavedGrid, model: ModelStates, stacked: Mapping[str, ShardedTensor], checksums: Checksums
+) -> Iterator[RankPart]:
+    """Module and optimizers of a run with experts; `model`: model states whose module contains the experts.
+
+    `stacked`: the experts that AutoEP stacked.
+    """
     optimizers = grid.expert_optimizers
     if len(grid.runs) > 1 or not optimizers:
         raise UnsupportedError(
@@ -128,6 +137,7 @@ def read_expert_ranks(grid: SavedGrid, model: ModelStates, checksums: Checksums)
             f"{len(optimizers)} optimizer files. Resume with ZeRO stage 1 and save again"
         )
     first = _module(model, None, checksums)
+    add_stacks(first, stacked, ())
     params = _params(first)
     numbers = ExpertNumbers.of(module_of(model).tensors)
     ep = len(optimizers)
@@ -135,8 +145,19 @@ def read_expert_ranks(grid: SavedGrid, model: ModelStates, checksums: Checksums)
     for rank, saved in enumerate(optimizers):
         names = {numbers.local_name(n, ep): n for n in params if numbers.owner(n, ep) in (rank, None)}
         recorded = tuple({numbers.local_name(n, ep): shape for n, shape in group.items()} for group in saved.recorded)
-        local_params = {local: params[name] for local, name in names.items()}
-        part = read_optimizer(replace(saved, recorded=recorded), local_params, checksums)
+        routers = tuple(f"{layer}.router." for layer in model.stacks.layers)
+        # AutoEP appends the parameters it makes, so an optimizer has the routers after all others
+        local_params = {local: params[names[local]] for local in sorted(names, key=lambda n: n.startswith(routers))}
+        for name, tensor in stacked.items():
+            shape = (tensor.shape[0] // ep, *tensor.shape[1:])
+            local_params[name] = tensor.first.strided(0, shape, contiguous_strides(shape))
+        part = read_optimizer(replace(saved, recorded=recorded), local_params, checksums, stacked=stacked)
+        held = Layout((AxisLayout("ep", ep, pattern("shard", dim=0), LAYERS),))
+        for name in stacked.keys() & part.states.keys():
+            for key, state in part.states[name].items():
+                if isinstance(state, ShardedTensor):
+                    shards = ShardSet(held, (StoredShard({"ep": rank, "dp": 0}, state.first),))
+                    part.states[name][key] = replace(state, shape=stacked[name].shape, shard_sets=(shards,))
         part.extras += unsharded_extras(saved) if rank == 0 else []
         part.states = {names[local]: states for local, states in part.states.items()}
         part.lost = {names[local]: loss for local, loss in part.lost.items()}
@@ -149,11 +170,13 @@ def read_expert_ranks(grid: SavedGrid, model: ModelStates, checksums: Checksums)
             f"{', '.join(map(str, sorted(counts)))}. The files are from different runs"
         )
     trained = _trained(first, parts)
+    module = _module(model, trained, checksums)
+    add_stacks(module, stacked, trained)
     parts[0].groups = [
         replace(groups[0], params=merge_names([group.params for group in groups]))
         for groups in zip(*(part.groups for part in parts), strict=True)
     ]
-    yield RankPart(mp=0, tp=0, order=0, module=_module(model, trained, checksums), optimizer=parts[0])
+    yield RankPart(mp=0, tp=0, order=0, module=module, optimizer=parts[0])
     step = grid.first.ranks // ep if grid.first.config.groups_experts else 1
     for rank, part in enumerate(parts[1:], start=1):
         yield RankPart(mp=0, tp=0, order=rank, dp=rank * step, optimizer=part)

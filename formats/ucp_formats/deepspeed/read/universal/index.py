@@ -209,6 +209,7 @@ def read_universal(located: Located[bool], name: str, options: SourceOptions) ->
     model = ranks.first
     records = (*(record for file in (*files, states_of_all.file) for record in file.records), *folders.records)
     merged = ranks.module(Checksums(records))
+    _check_stacks(model, folders, str(folder.path))
     module = _complete_module(merged.module, model, trained, folders)
     states, dropped = _select_states(module, ranks, states_of_all, folders)
     stage = model.config.zero_stage if states_of_all.stage is None else states_of_all.stage
@@ -249,6 +250,24 @@ def _check_folders(trained: Mapping[str, Shape], folders: ParameterFolders, zero
             f"expected a folder in {zero} for every trained parameter of the model-states files; there is none for "
             f"{format_count(len(missing), 'parameter')}:\n{format_list(missing)}\nCopy the missing folders from where "
             "the checkpoint was saved"
+        )
+
+
+def _check_stacks(model: ModelStates, folders: ParameterFolders, where: str) -> None:
+    """Raise UnsupportedError if stacked experts lack some of their moments: DeepSpeed issue 8147, before 0.19.5."""
+    stacks = model.stacks
+    partial = [
+        f"{name}: {list(state.global_shape)} of {key}, {list(states[WEIGHT].global_shape)} of the weight"
+        for name, states in folders.states.items()
+        if name in stacks.counts and WEIGHT in states
+        for key, state in states.items()
+        if state.numel > 1 and state.global_shape != (stacks.counts[name], *states[WEIGHT].global_shape[1:])
+    ]
+    if partial:
+        raise UnsupportedError(
+            f"expected the states of all experts in the folders of {where}; some have those of one expert-parallel "
+            f"rank only:\n{format_list(partial)}\nAn older ds_to_universal left out the others (DeepSpeed issue 8147): "
+            "read the original checkpoint instead, or convert it again with a later DeepSpeed"
         )
 
 

@@ -1,0 +1,131 @@
+"""Experts that AutoEP stacked: each rank trains `PREFIX.w1`, `.w2` and `.w3`, with its experts along dim 0.
+
+`ds_autoep_layers` of the model-states files lists the layers with experts (`_save_moe_checkpoint`, runtime/engine.py,
+0.19.8). Optimizer files and `param_shapes` have the stack of each expert-parallel rank; the ranks' stacks, one after
+another, are the global tensor. Up to ZeRO-2, the model's weights are in a file per expert, as `PREFIX.w1.EXPERT`.
+
+>>> layer = {"expert_key_prefix": "mlp.experts", "num_experts": 4, "ep_size": 2}
+>>> stacks = ExpertStacks.of({"ds_autoep_layers": [layer]}, "the file")
+>>> stacks.ep, stacks.global_shape("mlp.experts.w2", (2, 8, 5))
+(2, (4, 8, 5))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ucp.contract.ranks import Problems
+from ucp.core.layout import Layout
+from ucp.core.region import Box
+from ucp.core.tensor import TensorRef
+from ucp.core.union import ShardedTensor, ShardSet, StoredShard
+from ucp.errors import MalformedError, UnsupportedError
+from ucp.io.pickle.fields import Shape, require_integer, require_mapping, require_sequence, text
+
+LAYERS = "ds_autoep_layers"
+"""Key of the list of layers."""
+INFO = "universal_checkpoint_info"
+"""Key of a record that has the list too; only this one is in universal checkpoints that ucp wrote."""
+_PLACEMENT = "expert_placement"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStacks:
+    """The stacked experts of a run."""
+
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Parameter to the number of experts in the stacks of all ranks."""
+    ep: int = 1
+    """Expert-parallel ranks."""
+    layers: tuple[str, ...] = ()
+    """Names of the modules that AutoEP put in place of the model's."""
+
+    @classmethod
+    def of(cls, root: Mapping[object, object], where: str) -> ExpertStacks:
+        """The stacks that a model-states file records; none for a run without AutoEP. `where`: for messages."""
+        info = root.get(INFO)
+        recorded = (root.get(LAYERS), root.get("autoep_layers"), info.get(LAYERS) if isinstance(info, dict) else None)
+        saved = next((layers for layers in recorded if layers is not None), None)
+        counts: dict[str, int] = {}
+        degrees: set[int] = set()
+        names: list[str] = []
+        for item in () if saved is None else require_sequence(saved, LAYERS):
+            layer = require_mapping(item, f"a layer in {LAYERS}")
+            prefix = text(layer.get("expert_key_prefix"), f"expert_key_prefix in {LAYERS}")
+            count, ep = (require_integer(layer.get(key), f"{key} of {prefix}") for key in ("num_experts", "ep_size"))
+            if ep < 1 or count < 1 or count % ep:
+                raise MalformedError(f"expected ep_size of {prefix} in {where} to divide num_experts {count}; got {ep}")
+            if layer.get(_PLACEMENT) is not None and not _is_even(layer[_PLACEMENT], count, ep):
+                raise UnsupportedError(
+                    f"expected equal runs of experts on the {ep} expert-parallel ranks in {_PLACEMENT} of {prefix} "
+                    f"({where}); got another placement, which ucp does not read yet"
+                )
+            degrees.add(ep)
+            names.append(prefix.removesuffix(".experts"))
+            counts |= {f"{prefix}.{part}": count for part in ("w1", "w2", "w3")}
+        if len(degrees) > 1:
+            raise UnsupportedError(f"expected one ep_size in {LAYERS} of {where}; got {sorted(degrees)}")
+        return cls(counts, max(degrees, default=1), tuple(names))
+
+    def router_copies(self, names: Collection[str]) -> dict[str, str]:
+        """Second name of a router's tensor to the first, for those among the module's `names`.
+
+        AutoEP keeps the router as `router` and again under the name that the model gave it, such as `gate`. Files have
+        a copy of it, and `shared_params` does not record it.
+        """
+        copies = {}
+        for layer in self.layers:
+            for name in names:
+                child, _, rest = name.removeprefix(f"{layer}.").partition(".")
+                router = f"{layer}.router.{rest}"
+                is_inside = name.startswith(f"{layer}.") and child not in ("router", "experts", "shared_experts")
+                if is_inside and router in names:
+                    copies[name] = router
+        return copies
+
+    def global_shape(self, name: str, shape: Shape) -> Shape:
+        """Shape of the global tensor of a parameter; `shape`: on one rank."""
+        if name not in self.counts:
+            return shape
+        count = self.counts[name]
+        if not shape or shape[0] * self.ep != count:
+            raise MalformedError(
+                f"expected {count // self.ep} experts along dim 0 of {name} on each of {self.ep} expert-parallel "
+                f"ranks, as in {LAYERS}; got the shape {list(shape)}"
+            )
+        return (count, *shape[1:])
+
+    def take(self, tensors: dict[str, TensorRef], problems: Problems) -> dict[str, ShardedTensor]:
+        """The stacks that tensors of expert files make; these are removed from `tensors`."""
+        stacks = {}
+        for name, count in self.counts.items():
+            refs = {number: tensors.pop(f"{name}.{number}", None) for number in range(count)}
+            found = [ref for ref in refs.values() if ref is not None]
+            if len(found) < count:
+                numbers = ", ".join(str(number) for number, ref in refs.items() if ref is None)
+                problems.missing.append(f"experts {numbers} of {name} (files layer_*_expert_*_model_states.pt)")
+            elif len({(ref.shape, ref.dtype) for ref in found}) > 1:
+                problems.wrong.append(f"{name}: its experts differ in shape or dtype")
+            else:
+                stacks[name] = _stack(found)
+        return stacks
+
+
+def _stack(refs: Sequence[TensorRef]) -> ShardedTensor:
+    """Tensors of one shape, stacked along a new first dim."""
+    first, sizes = refs[0], (1, *refs[0].shape)
+    boxes = tuple(
+        (Box((number, *(0 for _ in first.shape)), sizes), ref.strided(0, sizes, (ref.numel, *ref.strides)))
+        for number, ref in enumerate(refs)
+    )
+    shards = ShardSet(Layout(), (StoredShard({}, first, boxes=boxes),))
+    return ShardedTensor(dtype=first.dtype, shape=(len(refs), *first.shape), shard_sets=(shards,))
+
+
+def _is_even(placement: object, count: int, ep: int) -> bool:
+    """Whether rank 0 has the first experts, and so on, the same number on each."""
+    ranks = require_sequence(require_mapping(placement, _PLACEMENT).get("ranks"), f"ranks of {_PLACEMENT}")
+    held = {entry["rank"]: list(entry["experts"]) for entry in ranks if isinstance(entry, dict)}
+    share = count // ep
+    return held == {rank: [*range(rank * share, (rank + 1) * share)] for rank in range(ep)}

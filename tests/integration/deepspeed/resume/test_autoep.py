@@ -1,0 +1,68 @@
+"""Real AutoEP resumes, at another ep and ZeRO stage, from the universal folder that `ucp convert` wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("deepspeed.runtime", reason="needs DeepSpeed; `make integration` installs it")
+
+import torch
+from safetensors.torch import load_file
+
+import ucp
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+HERE = Path(__file__).resolve().parent
+FIXTURES = HERE.parents[3] / "fixtures" / "deepspeed"
+LOADS = [("z1-autoep2", 2, 1, 1), ("z1-autoep2", 2, 2, 2), ("z2-autoep2-dp4-bf16", 2, 1, 1), ("z1-autoep2", 2, 2, 3)]
+"""Source, and the ranks, ep and ZeRO stage of the run that resumes."""
+
+
+def resume(source: str, *, ranks: int, ep: int, stage: int, root: Path) -> Path:
+    """Load what `convert` writes, in processes of their own: DeepSpeed keeps the groups of earlier engines."""
+    ucp.convert(FIXTURES / source / "checkpoint", root / "universal", to="deepspeed-universal")
+    job = {
+        "base": source,
+        "case": {"stage": stage, "ranks": ranks, "expert_parallel_size": ep},
+        "checkpoint": str(root / "universal"),
+        "live": False,
+        "universal": True,
+        "mended": stage == 3,
+        "unmanaged_from": None,
+        "out": str(root / "out"),
+    }
+    (root / "jobs.json").write_text(json.dumps([job]))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "DEEPSPEED_TIMEOUT": "5"}
+    worker = str(HERE / "resume_worker.py")
+    done = subprocess.run(
+        [*launcher, worker, str(root / "jobs.json")], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return root / "out"
+
+
+@pytest.mark.parametrize(("source", "ranks", "ep", "stage"), LOADS)
+def test_every_rank_holds_its_experts_and_goes_on(source: str, ranks: int, ep: int, stage: int, tmp_path: Path) -> None:
+    out = resume(source, ranks=ranks, ep=ep, stage=stage, root=tmp_path)
+    held = [load_file(path) for path in sorted(out.glob("truth-ep*.safetensors"))]
+    assert len(held) == ep, [path.read_text() for path in out.glob("error*")]
+    checkpoint = ucp.open(FIXTURES / source / "checkpoint")
+    for atom, state, _ in checkpoint.index.states():
+        if state != "step":
+            key = f"{atom.name}/{state}"
+            parts = [rank[key] for rank in held]
+            found = parts[0] if parts[0].shape == atom.global_shape else torch.cat(parts)
+            assert torch.equal(found, checkpoint.read(atom.name, state)), key
+    losses, expected = (
+        json.loads((folder / "truth-ep00.json").read_text())["losses_after"] for folder in (out, FIXTURES / source)
+    )
+    tolerance = 5e-3 if "bf16" in source else 1e-5
+    assert losses == pytest.approx(expected[: len(losses)], rel=tolerance)
