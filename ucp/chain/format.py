@@ -96,7 +96,7 @@ def add_links(folder: Path, paths: Iterable[Path], *, iteration: int | None) -> 
         links[key] = Link(path=place, iteration=step if step is not None else iteration or 0)
     sort_links(links.values())  # refuses two of one iteration before the folder is created
     folder.mkdir(parents=True, exist_ok=True)
-    with _lock(folder):
+    with lock_chain(folder):
         write_chain(folder, tuple({**links, **_list(folder)}.values()))
         return read_chain(folder)
 
@@ -112,7 +112,7 @@ def _identify(path: str) -> str:
 
 
 @contextmanager
-def _lock(folder: Path) -> Iterator[None]:
+def lock_chain(folder: Path) -> Iterator[None]:
     """Wait for other processes that add links. Without effect on file systems that cannot lock a folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

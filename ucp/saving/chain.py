@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from ucp.chain.document import CHAIN, Link, read_chain, write_chain
-from ucp.chain.format import ChainFormat
+from ucp.chain.format import ChainFormat, lock_chain
 from ucp.chain.merge import LinkIndex, merge
 from ucp.chain.window import find_window
 from ucp.contract.registry import recognise
@@ -38,10 +38,11 @@ def check_next(path: Path, links: tuple[Link, ...], step: int | None) -> int:
     return step
 
 
-def add_link(path: Path, links: tuple[Link, ...], step: int | None) -> None:
-    """List the store at `path` as the newest link."""
+def add_link(path: Path, step: int | None) -> None:
+    """List the store at `path` as the newest link, beside those that others have listed since the save began."""
     assert step is not None  # by `check_next`
-    write_chain(path.parent, (*links, Link(path=str(path), iteration=step)))
+    with lock_chain(path.parent):
+        write_chain(path.parent, (*read_links(path), Link(path=str(path), iteration=step)))
 
 
 def list_held(links: tuple[Link, ...], names: Collection[str]) -> frozenset[str]:
@@ -67,14 +68,21 @@ def collect_links(folder: Path, keep: int) -> None:
 
     Links that no save wrote, or that are elsewhere, stay.
     """
+    with lock_chain(folder):
+        removed = _take_off_list(folder, keep)
+    for path in removed:
+        remove_store(path)
+
+
+def _take_off_list(folder: Path, keep: int) -> list[Path]:
+    """The stores of links that are not needed, which are no longer listed."""
     needed, oldest = find_needed(ChainFormat().read_links(folder), keep)
     links = read_chain(folder)
     removed = [Path(link.path) for link in links if link.iteration not in needed]
     removed = [path for path in removed if path.parent == folder and not path.is_symlink() and was_saved(path)]
     if removed:
         write_chain(folder, tuple(link for link in links if Path(link.path) not in removed), oldest=oldest)
-        for path in removed:
-            remove_store(path)
+    return removed
 
 
 def find_needed(links: Sequence[LinkIndex], keep: int) -> tuple[frozenset[int], int]:

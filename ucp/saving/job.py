@@ -86,7 +86,7 @@ class SaveJob:
         """Make the store whole, once all shares are written. On rank 0."""
         commit(self.folder, self.run, self.ranks)
         if self.links is not None:
-            add_link(self.folder, self.links, self.run.step)
+            add_link(self.folder, self.run.step)
         if self.keep is not None:
             try:
                 collect_links(self.folder.parent, self.keep)

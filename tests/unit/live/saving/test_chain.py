@@ -20,6 +20,7 @@ import ucp
 from tests.unit.live.threads import ThreadRanks
 from tests.unit.live.threads import run as run_threads
 from ucp.errors import DestinationError, MalformedError, UsageError
+from ucp.saving.job import SaveJob
 
 
 def make_model(value: float) -> nn.Module:
@@ -39,6 +40,21 @@ def test_every_save_is_a_link(tmp_path: Path) -> None:
     assert links == [{"path": "step10", "iteration": 10}, {"path": "step20", "iteration": 20}]
     assert ucp.open(tmp_path / "chain").read("weight")[0, 0].item() == 20
     assert ucp.open(tmp_path / "chain", at=15).read("weight")[0, 0].item() == 10
+
+
+def test_a_link_that_another_process_adds_during_a_save_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "chain", 10)
+    other = ucp.save(make_model(15), None, None, tmp_path / "other", step=15).path
+    write = SaveJob.write
+
+    def add_meanwhile(job: SaveJob) -> None:
+        ucp.add_to_chain(tmp_path / "chain", [other])
+        write(job)
+
+    monkeypatch.setattr(SaveJob, "write", add_meanwhile)
+    save(tmp_path / "chain", 20)
+    links = json.loads((tmp_path / "chain" / "chain.json").read_text())["links"]
+    assert [link["iteration"] for link in links] == [10, 15, 20]
 
 
 def test_links_that_are_exchanged_are_refused(tmp_path: Path) -> None:
