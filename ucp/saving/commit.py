@@ -6,6 +6,7 @@ renamed. A save that fails, or is killed, leaves that folder, which is no store;
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from collections import Counter
@@ -22,7 +23,7 @@ from ucp.core.layout import Layout
 from ucp.core.region import Box
 from ucp.core.tensor import InlineTensor, Record, TensorRef
 from ucp.core.topology import Topology
-from ucp.errors import DestinationError, MissingFileError, ReplicaError, format_list
+from ucp.errors import BusyError, DestinationError, MissingFileError, ReplicaError, format_list
 from ucp.io.elements import viewed
 from ucp.io.folder import JOURNAL, PARTIAL
 from ucp.io.writing import replace_file, sync
@@ -140,16 +141,45 @@ def _find_step(atoms: dict[str, AtomFacts]) -> int | None:
 def begin(path: Path, *, replaced: bool = False) -> Path:
     """Make the folder in which a save to `path` grows, without what an unfinished save left there. On one rank.
 
-    `replaced`: a store at `path` is replaced. Raises DestinationError if there is something else.
+    `replaced`: a store at `path` is replaced. Raises DestinationError if there is something else, BusyError if another
+    process saves there.
     """
     folder = growing_folder(path)
+    if os.path.isdir(folder):
+        _lock(folder)
     if replaced and (path / MANIFEST).is_file():
         remove_store(path)
     check_free(path)
     _remove_unfinished(folder)
     for name in ("", PARTS, "packs", EXTRAS):
         (folder / name).mkdir(parents=not name)
+    _lock(folder)
     return folder
+
+
+_LOCKS: dict[Path, int] = {}
+"""Folder in which a save grows to its descriptor, which has a lock until the save, or this process, ends."""
+
+
+def _lock(folder: Path) -> None:
+    """Keep other processes from saving to `folder`. Raises BusyError. Without effect where files cannot be locked."""
+    _unlock(folder)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise BusyError(f"expected no other save to {folder}; another process writes it. Save elsewhere") from error
+    except OSError:
+        os.close(descriptor)
+    else:
+        _LOCKS[folder] = descriptor
+
+
+def _unlock(folder: Path) -> None:
+    descriptor = _LOCKS.pop(folder, None)
+    if descriptor is not None:
+        os.close(descriptor)
 
 
 def _remove_unfinished(folder: Path) -> None:
@@ -222,6 +252,7 @@ def commit(path: Path, run: SavedRun, ranks: int) -> int:
     shutil.rmtree(folder / PARTS)
     check_free(path)
     folder.rename(path)
+    _unlock(folder)
     sync(path.parent)
     return sum(shard.nbytes for part in complete for shard in part.shards)
 

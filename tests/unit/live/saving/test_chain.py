@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -55,6 +57,22 @@ def test_a_link_that_another_process_adds_during_a_save_stays(tmp_path: Path, mo
     save(tmp_path / "chain", 20)
     links = json.loads((tmp_path / "chain" / "chain.json").read_text())["links"]
     assert [link["iteration"] for link in links] == [10, 15, 20]
+
+
+def test_two_processes_do_not_save_to_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = "import sys, torch, ucp; ucp.save(torch.nn.Linear(2, 2), None, None, sys.argv[1], step=1)"
+    command = [sys.executable, "-c", other, str(tmp_path / "store")]
+    write, results = SaveJob.write, []
+
+    def save_meanwhile(job: SaveJob) -> None:
+        results.append(subprocess.run(command, capture_output=True, text=True, check=False))
+        write(job)
+
+    monkeypatch.setattr(SaveJob, "write", save_meanwhile)
+    ucp.save(make_model(3), None, None, tmp_path / "store", step=1)
+    assert "BusyError" in results[0].stderr
+    assert ucp.open(tmp_path / "store").read("weight")[0, 0].item() == 3
+    assert ucp.verify(tmp_path / "store").ok
 
 
 def test_links_that_are_exchanged_are_refused(tmp_path: Path) -> None:
