@@ -105,8 +105,10 @@ def _rank_of_experts(index: Index, atom: AtomIndex, rank: str, mp: str) -> dict[
 
 def _expert_file(index: Index, atom: AtomIndex, expert: str, mp: str) -> dict[str, int]:
     prefix = atom.name.partition("experts.")[0]
-    numbers = (_NUMBER.search(name) for name in index.atoms if name.startswith(prefix))
-    count = 1 + max(int(number[1]) for number in numbers if number is not None) if _EXPERT.search(atom.name) else 1
+    numbers = [_NUMBER.search(name) for name in index.atoms if name.startswith(prefix)]
+    known = [int(number[1]) for number in numbers if number is not None]
+    stacked = atom.global_shape[0] if not known and _EXPERT.search(atom.name) else 1
+    count = 1 + max(known) if known and _EXPERT.search(atom.name) else stacked
     return {**_model_parallel(index, mp), "ep": int(expert) * index.topology.ep // count}
 
 

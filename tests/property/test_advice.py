@@ -58,7 +58,7 @@ RUNS = st.builds(
     bandwidth=st.floats(1e9, 1e12),
     copy_bandwidth=st.floats(1e10, 1e13),
     peer_bandwidth=st.floats(1e9, 1e12),
-    restart=st.floats(0, 300),
+    restart=st.integers(0, 300),
 )
 
 

@@ -128,9 +128,11 @@ class Reader:
             nbytes = (read.stop - read.start) * target.dtype.itemsize
             pieces = resolve(target, read.param.locator, read.start, read.stop)
             requests.append((data[read.offset : read.offset + nbytes], target.dtype, pieces))
-        gatherer.fill_many(requests)
-        check_local(self._files[path] for path in gatherer.sources.paths if path in self._files)
-        gatherer.sources.close()
+        try:
+            gatherer.fill_many(requests)
+        finally:  # what failed may have done so because a file changed
+            check_local(self._files[path] for path in gatherer.sources.paths if path in self._files)
+            gatherer.sources.close()
         self.nbytes_read += gatherer.nbytes_read
         return gatherer.nbytes_read
 

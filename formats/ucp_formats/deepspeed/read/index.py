@@ -131,6 +131,10 @@ def atoms_of(
     layouts: dict[str, Layout] = {}  # of the weight, from the optimizer or else the module
     if mesh is not None:
         layouts = {name: master.layout for name, master in masters if isinstance(master, ShardedTensor)}
+        moments = ((name, value) for name, state in states.items() if name not in layouts for value in state.values())
+        for name, value in moments:  # ZeRO 0 has no masters; of stacked experts the optimizers say how they are cut
+            if isinstance(value, ShardedTensor) and any(axis.axis == "ep" for axis in value.layout.all_axes):
+                layouts[name] = value.layout
         for name, entry in module.entries.items():
             if name not in layouts and entry.tensor is not None:
                 layouts[name] = mesh.layout(name, Layout(flat=entry.tensor.layout.flat))
