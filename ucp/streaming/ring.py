@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Slot:
+class LayerSlot:
     """Memory for one layer."""
 
     host: torch.Tensor
@@ -52,7 +52,9 @@ class Ring:
         self._slots = []
         for _ in range(min(slots, len(layers))):
             host = torch.empty(largest, dtype=torch.uint8, pin_memory=on_gpu)
-            self._slots.append(Slot(host, torch.empty(largest, dtype=torch.uint8, device=device) if on_gpu else host))
+            self._slots.append(
+                LayerSlot(host, torch.empty(largest, dtype=torch.uint8, device=device) if on_gpu else host)
+            )
         for layer, slot in enumerate(self._slots):
             self._start(layer, slot)
 
@@ -84,7 +86,7 @@ class Ring:
         finally:
             self._lock.release()
 
-    def _start(self, layer: int, slot: Slot) -> None:
+    def _start(self, layer: int, slot: LayerSlot) -> None:
         import torch
 
         ranges = [
@@ -102,7 +104,7 @@ class Ring:
         slot.reads = self._reader.start(ranges, slot.host)
         slot.copy = None if done is None else self._reader.run(self._copy, slot, slot.reads, done)
 
-    def _copy(self, slot: Slot, reads: Sequence[Future[int]], done: torch.cuda.Event) -> torch.cuda.Event:
+    def _copy(self, slot: LayerSlot, reads: Sequence[Future[int]], done: torch.cuda.Event) -> torch.cuda.Event:
         """Copy a slot to the GPU, once it is read and the layer before in it is computed. In the background."""
         import torch
 
@@ -115,7 +117,7 @@ class Ring:
             event: torch.cuda.Event = self._stream.record_event()
             return event
 
-    def _finish(self, slot: Slot) -> None:
+    def _finish(self, slot: LayerSlot) -> None:
         """Wait until a slot is read, and the GPU until it is copied. Raises SourceError."""
         import torch
 
