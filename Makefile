@@ -78,7 +78,8 @@ fuzz: $(VENV)/.installed-dev
 
 # One cell of each framework's matrix, for real: DeepSpeed, Megatron, FSDP2 and `load_into`, in some three minutes.
 slice: $(VENV)/.installed-deepspeed
-	DS_ACCELERATOR=cpu $(BIN)/python -m pytest -m integration -p no:xdist tests/integration/conversion/test_slice.py
+	DS_ACCELERATOR=cpu $(BIN)/python -m pytest -m integration -p no:xdist \
+	    tests/integration/conversion/test_slice.py tests/cli/pages/test_tutorial.py
 
 integration: $(VENV)/.installed-deepspeed $(VENV)/.installed-ray $(VENV)/.installed-storage $(VENV)-transformers/.installed
 	UCP_TRANSFORMERS=$(VENV)-transformers/bin/python DS_ACCELERATOR=cpu $(BIN)/python -m pytest -m integration -p no:xdist -s

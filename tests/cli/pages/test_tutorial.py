@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import ucp
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "tutorial" / "a-chain-from-a-small-moe.md"
 
