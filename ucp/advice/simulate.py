@@ -12,10 +12,7 @@ from dataclasses import dataclass
 from math import inf
 
 from ucp.errors import MalformedError
-from ucp.io.files import open_source
-
-_LONGEST = 64 << 20
-"""Bytes of a trace, at most."""
+from ucp.store.manifest import read_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +87,7 @@ def parse_trace(path: str) -> list[float]:
 
     Raises MissingFileError, MalformedError.
     """
-    with open_source(path) as file:
-        lines = file.read(0, min(file.nbytes, _LONGEST)).decode("utf-8", "replace").splitlines()
+    lines = read_text(path).decode("utf-8", "replace").splitlines()
     try:
         times = [float(text) for line in lines if (text := line.partition("#")[0].strip())]
     except ValueError as error:

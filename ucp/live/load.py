@@ -213,10 +213,9 @@ def load_index(
     with pause_gc():  # the user may have millions of objects
         decision, resume = decide_load(live, request, resume_options, objects, clock, saved=saved)
         loaded = {item.name for item in decision.items if not item.is_optimizer_state} | decision.run.model.derived
-        model = run_together(
-            ranks, lambda: decision.run.prepare(decision.run.model, loaded)
-        )  # with memory for everything
-        decision = replace(decision, run=replace(decision.run, model=model))
+        run = decision.run
+        run = replace(run, model=run_together(ranks, lambda: run.prepare(run.model, loaded)))  # with memory for all
+        decision = replace(decision, run=run)
         decision = replace(decision, memories=run_together(ranks, lambda: _find_memory(decision)))
         clock.lap("plan")
     run, index = decision.run, decision.index

@@ -23,13 +23,11 @@ from typing import Annotated
 from msgspec import Meta, Struct, to_builtins
 
 from ucp.errors import MalformedError, UsageError, format_count, nearest
-from ucp.io.files import open_source
 from ucp.io.json_text import Natural, NotJson, decode
 from ucp.io.writing import replace_file
 from ucp.placement.placement import Cluster, Placement
+from ucp.store.manifest import read_text
 
-_LONGEST = 256 << 20
-"""Bytes of a file with a placement, at most."""
 Layers = dict[int, tuple[int, ...]]
 """Number of a layer to the expert in each slot."""
 One = Annotated[int, Meta(ge=1, le=1)]
@@ -100,8 +98,7 @@ def read_placement(
 
     Raises MissingFileError, MalformedError, UsageError.
     """
-    with open_source(str(path)) as file:
-        text = file.read(0, min(file.nbytes, _LONGEST))
+    text = read_text(str(path))
     try:
         layers, listed = _find_form(form).from_text(text)
         if moe_layers is not None:

@@ -12,7 +12,7 @@ Layers in which no expert got a token are left out: SGLang lists dense layers, t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import inf
 from pathlib import Path
 
@@ -22,17 +22,15 @@ from numpy.typing import ArrayLike, NDArray
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UsageError
 from ucp.io.elements import viewed
-from ucp.io.files import open_source
 from ucp.io.json_text import NotJson, parsed
 from ucp.io.torch_file.archive import read_archive
 from ucp.moe.report import ExpertsReport
+from ucp.store.manifest import read_text
 from ucp.transfer.probe import Prober
 
 Loads = dict[int, tuple[float, ...]]
 """Number of a layer to the tokens of each of its experts."""
 
-_LONGEST = 1 << 30
-"""Bytes of a file of loads, at most."""
 _EXPECTED = (
     "expected the loads of experts: numbers by layer and expert, a file of SGLang's recorder (.pt), an EPLB log "
     "(.jsonl), or a checkpoint"
@@ -44,8 +42,7 @@ def read_loads(path: Path) -> Loads:
     if path.suffix in (".pt", ".pth"):
         array = _read_recorder(path)
     else:
-        with open_source(str(path)) as file:
-            text = file.read(0, min(file.nbytes, _LONGEST))
+        text = read_text(str(path))
         array = _read_log(text, path) if path.suffix == ".jsonl" else _parse(text, path)
     return parse_loads(array, str(path))
 
@@ -175,9 +172,3 @@ def _read_log(text: bytes, path: Path) -> NDArray[np.float64]:
     if total is None:
         raise UsageError(f"{_EXPECTED}; {path} has no record eplb_load_stats")
     return total
-
-
-def to_sequence(loads: Mapping[int, Sequence[float]]) -> list[list[float]]:
-    """[layers][experts], with zeros for layers without experts."""
-    width = max(len(row) for row in loads.values())
-    return [list(loads.get(layer, [0.0] * width)) for layer in range(max(loads) + 1)]

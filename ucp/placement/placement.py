@@ -11,10 +11,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ucp.core.text.page import Page, Report, facts, lines, table
+from ucp.core.text.units import ranges_text
 from ucp.errors import UsageError, format_count, format_list
 from ucp.placement.survival import LostNodes
 
@@ -84,14 +85,16 @@ class Placement(Report):
         present = set(experts)
         count = max(self.num_experts(layer), max(present) + 1)
         absent = sorted(set(range(count)) - present)
-        problems = [f"layer {layer}: no slot has {_list_experts(absent)}"] if absent else []
+        problems = [f"layer {layer}: no slot has experts {ranges_text(absent)}"] if absent else []
         if min(present) < 0:
             problems.append(f"layer {layer}: an expert has number {min(present)}")
         if self.threshold > 1:
             masks = self.masks_of(layer)
             few = [expert for expert in present if masks[expert].bit_count() < self.threshold]
             if few:
-                problems.append(f"layer {layer}: {_list_experts(sorted(few))} on fewer than {self.threshold} nodes")
+                problems.append(
+                    f"layer {layer}: experts {ranges_text(sorted(few))} on fewer than {self.threshold} nodes"
+                )
         return problems
 
     def num_experts(self, layer: int) -> int:
@@ -164,10 +167,3 @@ class Placement(Report):
         columns = (">layer", ">experts", ">replicas", lost, ">busiest GPU")
         yield table("Layers", columns, rows, most=128, all_in="--json")
         yield lines("Notes", self.notes)
-
-
-def _list_experts(experts: Sequence[int]) -> str:
-    listed = ", ".join(map(str, experts[:8]))
-    return f"{'expert' if len(experts) == 1 else 'experts'} {listed}" + (
-        f" and {format_count(len(experts) - 8, 'other')}" if len(experts) > 8 else ""
-    )

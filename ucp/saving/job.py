@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ucp.chain.document import Link
 from ucp.core.index import Extra
 from ucp.errors import DestinationError, UcpError, UsageError
 from ucp.live.run.ranks import Ranks, run_together
@@ -51,8 +50,8 @@ class SaveJob:
     """Each of `share` to its memory."""
     extras: Sequence[Extra]
     """Extras that this rank writes."""
-    links: tuple[Link, ...] | None
-    """Links of the chain that the store becomes the newest of; None for none."""
+    is_link: bool
+    """Whether the store becomes the newest link of a chain."""
     keep: int | None
     """Number of restore points of the chain whose links stay; None for all."""
 
@@ -85,7 +84,7 @@ class SaveJob:
     def finish(self) -> None:
         """Make the store whole, once all shares are written. On rank 0."""
         commit(self.folder, self.run, self.ranks)
-        if self.links is not None:
+        if self.is_link:
             add_link(self.folder, self.run.step)
         if self.keep is not None:
             try:

@@ -31,8 +31,8 @@ from ucp.core.topology import Topology
 from ucp.errors import UsageError, format_list
 from ucp.io.folder import is_url, parse_path, path_of
 from ucp.live.adapters import LiveRequest
+from ucp.live.load import find_model_device
 from ucp.live.model.describe import list_modules
-from ucp.live.model.meta import find_device
 from ucp.live.optimizer.torch_optimizer import unwrap_optimizer
 from ucp.live.resume.scheduler import Stateful
 from ucp.live.run.ranks import Ranks, find_ranks, run_together
@@ -189,7 +189,7 @@ def save(
     All ranks raise the same error.
     """
     began = time.perf_counter()
-    ranks = find_ranks(process_group, _find_device(model))
+    ranks = find_ranks(process_group, find_model_device(model))
     running = find_running(ranks, has_snapshots=snapshots is not None)
     earlier = wait_for_pending() if running is None else None
     folder, mesh = run_together(ranks, lambda: (_parse_folder(path), parse_mesh(topology, ranks.rank, ranks.count)))
@@ -227,7 +227,7 @@ def save(
         share=shares[ranks.rank],
         tensors=holdings.tensors,
         extras=rank_extras,
-        links=links,
+        is_link=links is not None,
         keep=keep,
     )
     planned = tuple(sum(item.nbytes for item in share) for share in shares)
@@ -356,10 +356,3 @@ def _read_generators() -> Iterator[tuple[str, object]]:
     yield "torch", torch.get_rng_state()
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own
         yield "cuda", torch.cuda.get_rng_state_all()
-
-
-def _find_device(model: nn.Module | Sequence[nn.Module]) -> torch.device:
-    from torch import nn
-
-    modules = model if isinstance(model, list | tuple) else [model]
-    return find_device([module for module in modules if isinstance(module, nn.Module)])

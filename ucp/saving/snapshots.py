@@ -102,7 +102,7 @@ def _write(folder: Path, run: SavedRun, chosen: Collection[str], job: SaveJob | 
         share=[] if job is None else [item for item in job.share if item.param in chosen],
         tensors={} if job is None else job.tensors,
         extras=(),
-        links=None,
+        is_link=False,
         keep=None,
     )
     run_together(ranks, lambda: begin(folder, replaced=True) if ranks.rank == 0 else None)

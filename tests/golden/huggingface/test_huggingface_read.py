@@ -305,9 +305,6 @@ def test_damage_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_the_file_of_transformers_is_preferred(tmp_path: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
-
     for number, name in enumerate(["consolidated", "model", "other"]):
         save_file({"a": torch.full((2,), float(number))}, tmp_path / f"{name}.safetensors")
     assert ucp.open(tmp_path).read("a").tolist() == [1, 1]

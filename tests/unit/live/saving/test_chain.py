@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -117,19 +117,29 @@ def kill_at(number: int, patched: pytest.MonkeyPatch) -> Callable[[], int]:
     return lambda: count
 
 
-def test_a_kill_at_any_change_leaves_the_chain_at_a_link(tmp_path: Path) -> None:
-    chain = tmp_path / "chain"
-    save(chain, 10)
-    shutil.copytree(chain, tmp_path / "start")
+def kill_everywhere(chain: Path, action: Callable[[], object], *, least: int) -> Iterator[bool]:
+    """Act on the chain, killed at its first change, its second, and so on, each time from the start; whether killed."""
+    start = chain.with_name("start")
+    shutil.copytree(chain, start)
     for number in range(200):
         shutil.rmtree(chain)
-        shutil.copytree(tmp_path / "start", chain)
+        shutil.copytree(start, chain)
         with pytest.MonkeyPatch.context() as patched:
             changes = kill_at(number, patched)
             with suppress(KilledError):
-                save(chain, 20)
+                action()
             total = changes()
-        value = 10 if total > number else 20
+        yield total > number
+        if total <= number:
+            break
+    assert least < total < 200
+
+
+def test_a_kill_at_any_change_leaves_the_chain_at_a_link(tmp_path: Path) -> None:
+    chain = tmp_path / "chain"
+    save(chain, 10)
+    for is_killed in kill_everywhere(chain, lambda: save(chain, 20), least=15):
+        value = 10 if is_killed else 20
         checkpoint = ucp.open(chain)
         assert checkpoint.step in (value, 20)
         assert torch.all(checkpoint.read("weight") == checkpoint.step)
@@ -137,9 +147,6 @@ def test_a_kill_at_any_change_leaves_the_chain_at_a_link(tmp_path: Path) -> None
         if checkpoint.step == 10:
             save(chain, 20)  # whatever is left
             assert ucp.open(chain).step == 20
-        if total <= number:
-            break
-    assert 15 < total < 200
 
 
 EXPERTS = 4
@@ -269,23 +276,12 @@ def test_a_kill_while_links_are_removed_leaves_what_the_points_need(tmp_path: Pa
     save_experts(chain, 0, full=True)
     for step in range(1, 5):
         save_experts(chain, step)
-    shutil.copytree(chain, tmp_path / "start")
-    for number in range(200):
-        shutil.rmtree(chain)
-        shutil.copytree(tmp_path / "start", chain)
-        with pytest.MonkeyPatch.context() as patched:
-            changes = kill_at(number, patched)
-            with suppress(KilledError):
-                save_experts(chain, 5, 1)
-            total = changes()
+    for _ in kill_everywhere(chain, lambda: save_experts(chain, 5, 1), least=20):
         checkpoint = ucp.open(chain)
         step = checkpoint.step
         assert step in (4, 5)
         read = [checkpoint.read(f"moe.experts.{n}.weight")[0, 0].item() for n in range(EXPERTS)]
         assert sorted(read) == list(range(step - 3, step + 1))
-        if total <= number:
-            break
-    assert 20 < total < 200
     assert steps_of(chain) == [2, 3, 4, 5]
 
 

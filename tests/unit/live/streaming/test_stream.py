@@ -113,6 +113,17 @@ def test_outputs_are_those_of_the_whole_model(kind: str, slots: int, tmp_path: P
     stream.close()
 
 
+@pytest.mark.parametrize("slots", [2, 3])
+def test_a_layer_is_read_once_for_each_pass(slots: int, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        streamed = Model()
+    stream = ucp.stream(streamed, save(Model(), tmp_path), slots=slots)
+    for _ in range(3):
+        streamed(torch.zeros(1, 2, dtype=torch.long))
+    stream.close()
+    assert stream.nbytes_read == (slots + 3 * 5) * stream.nbytes // 5
+
+
 def test_layers_out_of_turn_and_shared_tensors(tmp_path: Path) -> None:
     model = Model(tied=True)
     streamed = Model(tied=True)
