@@ -22,7 +22,7 @@ UNKNOWN = -1
 
 _MOST_SHARDS = 3_000_000
 """Shards that are looked up for a page, at most: some twenty seconds."""
-_MOST_PLACED = 40_000
+_MOST_PLACED = 20_000
 """Shards whose boxes are drawn, at most, in all layouts together."""
 _MOST_DRAWN = 256
 """The same in one layout."""
@@ -160,13 +160,13 @@ def _to_runs(held: dict[int, int]) -> list[list[int]]:
 def make_side(title: str, tensors: Iterable[tuple[str, list[tuple[Layout, Shape] | None]]]) -> dict[str, Any]:
     """Who holds what on one side of a page. `tensors`: for each state, the layout and shape of each parameter."""
     table = HolderTable()
-    columns: list[list[int]] = []
+    distinct: list[list[tuple[Layout, Shape] | None]] = []
     states: dict[str, int] = {}
     for state, placed in tensors:
-        column = [UNKNOWN if item is None else table.add(*item) for item in placed]
-        if column not in columns:
-            columns.append(column)
-        states[state] = columns.index(column)
+        if placed not in distinct:
+            distinct.append(placed)
+        states[state] = distinct.index(placed)
+    columns = [[UNKNOWN if item is None else table.add(*item) for item in placed] for placed in distinct]
     return {
         "title": title,
         "states": states,

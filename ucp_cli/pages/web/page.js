@@ -414,7 +414,7 @@
       context.font = "11px system-ui, sans-serif";
       context.fillStyle = soft;
       const step = Math.ceil(14 / h);
-      for (let row = 0; row < rows; row += step) context.fillText(map.grid.rowLabel(row), 0, row * h + Math.min(h / 2 + 4, 13), GUTTER - 8);
+      for (let row = 0; row < rows; row += step) context.fillText(map.grid.rowLabel(row), 0, row * h + Math.max(10, Math.min(h / 2 + 4, 13)), GUTTER - 8);
       let end = 0;
       for (const [column, text] of map.grid.columnLabels) {
         const x = GUTTER + column * w;
