@@ -1,4 +1,4 @@
-# make demo | test | check | registry | fuzz | slice | integration | bench | bench-scale: each installs what it needs into .venv first.
+# make demo | test | check | registry | fuzz | slice | integration | dist | bench | bench-scale: each installs what it needs into .venv first.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -13,7 +13,7 @@ LIGHTNING := lightning==2.6.6
 TORCHTITAN := torchtitan==0.3.0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint check registry fuzz slice integration bench bench-scale mcore clean
+.PHONY: demo test lint check registry fuzz slice integration dist bench bench-scale mcore clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,10 @@ $(VENV)/.installed-bench: $(VENV)/.installed-dev
 
 $(VENV)/.installed-deepspeed: $(VENV)/.installed-dev
 	DS_BUILD_OPS=0 $(PIP) "$(DEEPSPEED)"
+	touch $@
+
+$(VENV)/.installed-dist: $(VENV)/.installed-dev
+	$(PIP) "build>=1.2" "twine>=6.1" "uv>=0.5"
 	touch $@
 
 $(VENV)/.installed-ray: $(VENV)/.installed-dev
@@ -81,8 +85,16 @@ slice: $(VENV)/.installed-deepspeed
 	DS_ACCELERATOR=cpu $(BIN)/python -m pytest -m integration -p no:xdist \
 	    tests/integration/conversion/test_slice.py tests/cli/pages/test_tutorial.py
 
-integration: $(VENV)/.installed-deepspeed $(VENV)/.installed-ray $(VENV)/.installed-storage $(VENV)-transformers/.installed
+integration: $(VENV)/.installed-deepspeed $(VENV)/.installed-dist $(VENV)/.installed-ray $(VENV)/.installed-storage $(VENV)-transformers/.installed
 	UCP_TRANSFORMERS=$(VENV)-transformers/bin/python DS_ACCELERATOR=cpu $(BIN)/python -m pytest -m integration -p no:xdist -s
+
+# The wheel and the sdist in dist/, tried in empty environments: every Python of `python3.11 python3.12 python3.13` that is there, and the oldest
+# dependencies that pyproject.toml admits.
+dist: $(VENV)/.installed-dist
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python -m pytest -m integration -p no:xdist -q tests/integration/packaging
 
 # Releases of megatron-core, unpacked side by side; tests that need one fetch it themselves.
 mcore: $(VENV)/.installed-dev
