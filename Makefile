@@ -94,7 +94,7 @@ dist: $(VENV)/.installed-dist
 	rm -rf dist
 	$(BIN)/python -m build
 	$(BIN)/python -m twine check --strict dist/*
-	$(BIN)/python -m pytest -m integration -p no:xdist -q tests/integration/packaging
+	$(BIN)/python -m pytest -m integration -p no:xdist -q tests/integration/conversion/test_wheel.py
 
 # Releases of megatron-core, unpacked side by side; tests that need one fetch it themselves.
 mcore: $(VENV)/.installed-dev
