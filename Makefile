@@ -56,7 +56,12 @@ $(VENV)-transformers/.installed: pyproject.toml
 	$(VENV)-transformers/bin/pip install --quiet --disable-pip-version-check --editable .
 	touch $@
 
-demo: $(VENV)/.installed
+# For the demo's training run.
+$(VENV)/.installed-torch: $(VENV)/.installed
+	$(PIP) "$(TORCH)"
+	touch $@
+
+demo: $(VENV)/.installed-torch
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh docs/tutorial/demo.sh
 
 test: $(VENV)/.installed-dev
