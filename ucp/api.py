@@ -212,7 +212,7 @@ def migrate(
     """How nodes that are left get the experts of a new placement: which becomes which, and who sends what.
 
     `Migration.placement` is `after`, with its nodes in the order of those that are left, so that fewest experts move:
-    what `load_into(experts=...)` takes.
+    what `load_into(placement=...)` takes.
 
     `before`, `after`: the placement until now, and that of the nodes that are left (`ucp.place`), of the same layers.
     `lost`: nodes of `before`, by number. `checkpoint`: of the model, tells the bytes of experts. `bandwidth`: bytes

@@ -17,7 +17,7 @@ from ucp.errors import UnsupportedError, UsageError, format_list
 from ucp.live.adapters import LiveRequest, LiveRun
 from ucp.live.match.items import find_atoms
 from ucp.live.model.describe import describe_run
-from ucp.live.model.parallel.experts import ExpertMap, Experts
+from ucp.live.model.parallel.experts import ExpertMap, PlacementLike
 from ucp.live.model.parallel.layouts import find_expert_layers
 from ucp.live.model.parallel.numbering import NumberSurvey, name_globally, survey_numbers
 from ucp.live.model.parallel.place import parse_experts, place_run
@@ -30,7 +30,7 @@ from ucp.source.read import index_of
 
 
 def describe_parts(
-    live: LiveRequest, like: Path | None, first_link: Path | None, experts: Experts | None = None
+    live: LiveRequest, like: Path | None, first_link: Path | None, placement: PlacementLike | None = None
 ) -> LiveRun:
     """This rank's part of the run, by names and parts of the whole model. Collective.
 
@@ -44,10 +44,10 @@ def describe_parts(
     path = like or (first_link if cutting else None)
     if not is_known and path is not None:
         index = read_once(ranks, path, lambda: index_of(path))
-        run = place_run(run, index, mesh, ranks, options=SourceOptions(), rename=None, experts=experts)
+        run = place_run(run, index, mesh, ranks, options=SourceOptions(), rename=None, placement=placement)
         return run_together(ranks, lambda: _take_shapes(run, index))
     run_together(ranks, lambda: None if run.has_global_parts else _check_full(cutting))
-    expert_map = run_together(ranks, lambda: parse_experts(experts, run, mesh))
+    expert_map = run_together(ranks, lambda: parse_experts(placement, run, mesh))
     surveys = ranks.share(survey_numbers(run.model))
     named = run_together(
         ranks, lambda: run if run.has_global_names else _name(run, surveys, mesh, ranks.rank, expert_map)

@@ -32,7 +32,7 @@ from ucp.io.folder import is_url, parse_path, path_of
 from ucp.live.adapters import LiveRequest
 from ucp.live.load import find_model_device
 from ucp.live.model.describe import list_modules
-from ucp.live.model.parallel.experts import Experts
+from ucp.live.model.parallel.experts import PlacementLike
 from ucp.live.optimizer.torch_optimizer import unwrap_optimizer
 from ucp.live.run.ranks import Ranks, find_ranks, run_together
 from ucp.live.run.request import parse_mesh
@@ -74,7 +74,7 @@ def save(
     extras: Mapping[str, object] | None = ...,
     like: type_path | None = ...,
     chain: bool = ...,
-    experts: Experts | None = ...,
+    placement: PlacementLike | None = ...,
     keep: int | None = ...,
     asynchronous: Literal[False] = ...,
     process_group: ProcessGroup | Ranks | None = ...,
@@ -96,7 +96,7 @@ def save(
     extras: Mapping[str, object] | None = ...,
     like: type_path | None = ...,
     chain: bool = ...,
-    experts: Experts | None = ...,
+    placement: PlacementLike | None = ...,
     keep: int | None = ...,
     asynchronous: Literal[True],
     snapshots: Snapshots | None = ...,
@@ -118,7 +118,7 @@ def save(
     extras: Mapping[str, object] | None = None,
     like: type_path | None = None,
     chain: bool = False,
-    experts: Experts | None = None,
+    placement: PlacementLike | None = None,
     keep: int | None = None,
     asynchronous: bool = False,
     snapshots: Snapshots | None = None,
@@ -157,7 +157,7 @@ def save(
     like
         A checkpoint of the same model, of any format, such as the one that the run began from: needed if ranks hold
         parts of plain tensors, which it has the global shapes of. Into a chain, by default its first link.
-    experts
+    placement
         Which expert-parallel ranks hold which experts, as for `load_into`: needed if they are not assigned in order.
     chain
         Whether the store becomes the newest link of the chain in the folder above `path`: its `chain.json`, which is
@@ -204,7 +204,7 @@ def save(
     links = run_together(ranks, lambda: read_links(folder) if chain and ranks.rank == 0 else None)
     links = ranks.share(links)[0] if chain else None  # another save may be listed at any time
     model_path = run_together(ranks, lambda: None if like is None else path_parser("like", parse_path)(like))
-    run = describe_parts(live, model_path, path_of(links[0].path) if links else None, experts)
+    run = describe_parts(live, model_path, path_of(links[0].path) if links else None, placement)
     is_sparse = isinstance(plan, SparseWindow)
     holdings = run_together(ranks, lambda: collect_holdings(run, list_modules(model), with_computed=is_sparse))
     facts = ranks.share(replace(holdings.facts(), plan=xxhash.xxh3_64_hexdigest(repr(plan).encode())))

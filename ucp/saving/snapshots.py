@@ -26,7 +26,7 @@ from ucp.live.adapters import LiveRequest
 from ucp.live.exchange.memory import is_memory, memory_path
 from ucp.live.load import find_model_device
 from ucp.live.model.describe import list_modules
-from ucp.live.model.parallel.experts import Experts
+from ucp.live.model.parallel.experts import PlacementLike
 from ucp.live.optimizer.torch_optimizer import unwrap_optimizer
 from ucp.live.run.ranks import Ranks, find_ranks, run_together
 from ucp.live.run.request import parse_mesh
@@ -93,7 +93,7 @@ class Snapshots:
         scaler: object = None,
         masters: Mapping[str, torch.Tensor] | None = None,
         like: type_path | None = None,
-        experts: Experts | None = None,
+        placement: PlacementLike | None = None,
         process_group: ProcessGroup | Ranks | None = None,
     ) -> None:
         """Copy all that this rank holds to host memory, beside the snapshot before. Collective.
@@ -107,7 +107,7 @@ class Snapshots:
         mesh = run_together(ranks, lambda: parse_mesh(topology, ranks.rank, ranks.count))
         path = run_together(ranks, lambda: None if like is None else path_parser("like", parse_path)(like))
         live = LiveRequest(model=model, optimizer=unwrap_optimizer(optimizer), mesh=mesh, ranks=ranks, masters=masters)
-        run = describe_parts(live, path, None, experts)
+        run = describe_parts(live, path, None, placement)
         holdings = run_together(ranks, lambda: collect_holdings(run, list_modules(model)))
         named = run_together(ranks, lambda: name_extras(scheduler, scaler, run.state().extras))
         self._kept = [kept for kept in self._kept if kept.step is None or kept.step < step]
