@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ucp.contract.plugins import pattern
 from ucp.contract.ranks import Problems
-from ucp.core.layout import Layout
+from ucp.core.layout import AxisLayout, Layout
 from ucp.core.region import Box
 from ucp.core.tensor import TensorRef
 from ucp.core.union import ShardedTensor, ShardSet, StoredShard
@@ -27,7 +28,11 @@ LAYERS = "ds_autoep_layers"
 """Key of the list of layers."""
 INFO = "universal_checkpoint_info"
 """Key of a record that has the list too; only this one is in universal checkpoints that ucp wrote."""
-_PLACEMENT = "expert_placement"
+PLACEMENT = "expert_placement"
+"""Key of an entry of that list: which expert-parallel rank has which experts."""
+_ROUTER = ".router.gate.weight"
+PARTS = ("w1", "w2", "w3")
+"""Projections of an expert: gate, down and up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,8 @@ class ExpertStacks:
     """Expert-parallel ranks."""
     layers: tuple[str, ...] = ()
     """Names of the modules that AutoEP put in place of the model's."""
+    known_from: str = LAYERS
+    """Where that is known from."""
 
     @classmethod
     def of(cls, root: Mapping[object, object], where: str) -> ExpertStacks:
@@ -56,17 +63,38 @@ class ExpertStacks:
             count, ep = (require_integer(layer.get(key), f"{key} of {prefix}") for key in ("num_experts", "ep_size"))
             if ep < 1 or count < 1 or count % ep:
                 raise MalformedError(f"expected ep_size of {prefix} in {where} to divide num_experts {count}; got {ep}")
-            if layer.get(_PLACEMENT) is not None and not _is_even(layer[_PLACEMENT], count, ep):
+            if layer.get(PLACEMENT) is not None and not _is_even(layer[PLACEMENT], count, ep):
                 raise UnsupportedError(
-                    f"expected equal runs of experts on the {ep} expert-parallel ranks in {_PLACEMENT} of {prefix} "
+                    f"expected equal runs of experts on the {ep} expert-parallel ranks in {PLACEMENT} of {prefix} "
                     f"({where}); got another placement, which ucp does not read yet"
                 )
             degrees.add(ep)
             names.append(prefix.removesuffix(".experts"))
-            counts |= {f"{prefix}.{part}": count for part in ("w1", "w2", "w3")}
+            counts |= {f"{prefix}.{part}": count for part in PARTS}
         if len(degrees) > 1:
             raise UnsupportedError(f"expected one ep_size in {LAYERS} of {where}; got {sorted(degrees)}")
         return cls(counts, max(degrees, default=1), tuple(names))
+
+    @classmethod
+    def of_names(cls, shapes: Mapping[str, Shape]) -> ExpertStacks:
+        """The stacks that parameters have the names of, in layers with a router; `shapes`: of all parameters.
+
+        >>> shapes = {f"mlp.experts.{part}": (4, 8, 5) for part in PARTS} | {"mlp.router.gate.weight": (4, 5)}
+        >>> ExpertStacks.of_names(shapes).layers
+        ('mlp',)
+        """
+        routers = [name.removesuffix(_ROUTER) for name in shapes if name.endswith(_ROUTER)]
+        layers = {}
+        for layer in routers:
+            stacked = [shapes.get(f"{layer}.experts.{part}", ()) for part in PARTS]
+            if {(len(shape), *shape[:1]) for shape in stacked} == {(3, shapes[f"{layer}{_ROUTER}"][0])}:
+                layers[layer] = stacked[0][0]
+        counts = {f"{layer}.experts.{part}": count for layer, count in layers.items() for part in PARTS}
+        return cls(counts, 1, tuple(layers), "names of the parameters")
+
+    def axis(self, name: str) -> AxisLayout:  # placements will differ by layer
+        """How the expert-parallel ranks split a stack: by its experts, along dim 0."""
+        return AxisLayout("ep", self.ep, pattern("shard", dim=0), self.known_from)
 
     def router_copies(self, names: Collection[str]) -> dict[str, str]:
         """Second name of a router's tensor to the first, for those among the module's `names`.
@@ -125,7 +153,7 @@ def _stack(refs: Sequence[TensorRef]) -> ShardedTensor:
 
 def _is_even(placement: object, count: int, ep: int) -> bool:
     """Whether rank 0 has the first experts, and so on, the same number on each."""
-    ranks = require_sequence(require_mapping(placement, _PLACEMENT).get("ranks"), f"ranks of {_PLACEMENT}")
+    ranks = require_sequence(require_mapping(placement, PLACEMENT).get("ranks"), f"ranks of {PLACEMENT}")
     held = {entry["rank"]: list(entry["experts"]) for entry in ranks if isinstance(entry, dict)}
     share = count // ep
     return held == {rank: [*range(rank * share, (rank + 1) * share)] for rank in range(ep)}
