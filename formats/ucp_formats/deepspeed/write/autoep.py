@@ -7,7 +7,7 @@ runtime/engine.py, 0.19.8), which holds what one of as many ranks as there are e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ucp.contract.plugins import pattern
@@ -17,7 +17,6 @@ from ucp.errors import MissingStateError, TopologyError, UnsupportedError, forma
 from ucp.io.torch_file.draft import FinishedFile
 from ucp_formats.deepspeed.read.stacks import INFO, LAYERS, PARTS, PLACEMENT, ExpertStacks
 from ucp_formats.deepspeed.tp.layout import TensorLayout
-from ucp_formats.deepspeed.write.optimizer.states import SubGroup
 from ucp_formats.deepspeed.write.rank_views import localize
 from ucp_formats.deepspeed.write.run import AtomDraft, RunFacts, tag
 
@@ -161,19 +160,3 @@ def record_layers(facts: RunFacts, *, place: int, holders: int) -> dict[str, obj
         LAYERS: layers,
         INFO: info,
     }
-
-
-def partition_groups(facts: RunFacts, sub_groups: Sequence[SubGroup], rank: int) -> list[object]:
-    """`ds_zero_partition_groups`: the ranks that hold each sub-group, which a load compares with those of the run."""
-    return [
-        {
-            "sub_group": number,
-            "partition_count": len(sub.holders),
-            "partition_rank": sub.holders.index(rank),
-            "partition_ranks": list(sub.holders),
-            "families": ["autoep_expert" if is_stack else "replicated"],
-            "group_names": [f"ep_size_{facts.stacks.ep}" if is_stack else "replicated"],
-        }
-        for number, sub in enumerate(sub_groups)
-        for is_stack in [not facts.stacks.counts.keys().isdisjoint(sub.chunks.numels)]
-    ]

@@ -16,7 +16,7 @@ from ucp_formats.deepspeed.config import Precision
 from ucp_formats.deepspeed.experts import ExpertNumbers, expert_holders, is_expert
 from ucp_formats.deepspeed.extras import UNSTEPPED
 from ucp_formats.deepspeed.read.module import EMPTY_SHAPES
-from ucp_formats.deepspeed.write.autoep import expert_files, partition_groups, record_layers, stack_view
+from ucp_formats.deepspeed.write.autoep import expert_files, record_layers, stack_view
 from ucp_formats.deepspeed.write.model_states import (
     Module,
     frozen_fragments,
@@ -234,10 +234,7 @@ class RankFiles:
             values[EMPTY_SHAPES] = empty
         yield draft.finish(model_state(draft, facts, rank, values))
         draft = facts.draft(self._path("optim", rank))
-        state = chunked_state(draft, facts, cut, rank)
-        if layers:
-            state["ds_zero_partition_groups"] = partition_groups(facts, [sub for _, subs in cut for sub in subs], rank)
-        yield draft.finish(self._optim(draft, state))
+        yield draft.finish(self._optim(draft, chunked_state(draft, facts, cut, rank)))
 
     def _optim(self, draft: AtomDraft, state: dict[str, object]) -> dict[str, object]:
         config = draft.copy_extra(self.facts.config.with_stage(self.facts.stage))

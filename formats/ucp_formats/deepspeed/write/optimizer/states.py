@@ -200,9 +200,29 @@ def chunked_state(
         "zero_stage": _stage(3),
         **common_keys(facts, rank),
         "partition_count": facts.ranks,
+        **_partition_groups(facts, [sub for _, subs in cut for sub in subs], rank),
         "optimizer_state_dict": {"state": state, "param_groups": entries},
         "fp32_flat_groups": masters,
     }
+
+
+def _partition_groups(facts: RunFacts, subs: Sequence[SubGroup], rank: int) -> dict[str, object]:
+    """The ranks that hold each sub-group of a run with AutoEP, which a load compares with those of its run."""
+    if not facts.stacks.counts:
+        return {}
+    groups = [
+        {
+            "sub_group": number,
+            "partition_count": len(sub.holders),
+            "partition_rank": sub.holders.index(rank),
+            "partition_ranks": list(sub.holders),
+            "families": ["autoep_expert" if is_stack else "replicated"],
+            "group_names": [f"ep_size_{facts.stacks.ep}" if is_stack else "replicated"],
+        }
+        for number, sub in enumerate(subs)
+        for is_stack in [not facts.stacks.counts.keys().isdisjoint(sub.chunks.numels)]
+    ]
+    return {"ds_zero_partition_groups": groups}
 
 
 def _flat_states(
