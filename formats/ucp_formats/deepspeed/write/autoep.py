@@ -15,10 +15,10 @@ from ucp.core.index import WEIGHT, Index, Kind, ParamGroup
 from ucp.core.topology import Topology
 from ucp.errors import MissingStateError, TopologyError, UnsupportedError, format_list
 from ucp.io.torch_file.draft import FinishedFile
-from ucp_formats.deepspeed.read.stacks import INFO, LAYERS, PARTS, PLACEMENT, ExpertStacks
+from ucp_formats.deepspeed.placement import MAPS, PLACEMENT, write_affine_map
+from ucp_formats.deepspeed.read.stacks import INFO, LAYERS, PARTS, ExpertStacks
 from ucp_formats.deepspeed.tp.layout import TensorLayout
-from ucp_formats.deepspeed.write.rank_views import localize
-from ucp_formats.deepspeed.write.run import AtomDraft, RunFacts, tag
+from ucp_formats.deepspeed.write.run import AtomDraft, RunFacts, localize, tag
 
 _LARGEST_GROUP = 178_956_971
 """Elements of a rank's experts in an optimizer group (`split_params_into_different_moe_groups_for_optimizer`)."""
@@ -55,7 +55,7 @@ def place_stacks(facts: RunFacts, wanted: Topology) -> RunFacts:
         if name.startswith(f"{layer}.router.") and name not in copied
     }
     index = replace(index, groups=_split_groups(index, stacks, wanted.ep), aliases={**index.aliases, **copies})
-    return replace(facts, index=index, stacks=replace(stacks, ep=wanted.ep))
+    return replace(facts, index=index, stacks=replace(stacks, ep=wanted.ep, by_rank={}))
 
 
 def _split_groups(index: Index, stacks: ExpertStacks, ep: int) -> tuple[ParamGroup, ...]:
@@ -128,17 +128,18 @@ def record_layers(facts: RunFacts, *, place: int, holders: int) -> dict[str, obj
     """Values of a model-states file that describe the layers; `place`: the rank among `holders` of the same experts."""
     stacks, layers = facts.stacks, list[object]()
     for number, layer in enumerate(stacks.layers):
-        count = stacks.counts[f"{layer}.experts.w1"]
-        local = count // stacks.ep
-        first = facts.ep_rank * local
-        ranks = [{"rank": rank, "experts": [*range(rank * local, rank * local + local)]} for rank in range(stacks.ep)]
+        names = [f"{layer}.experts.{part}" for part in PARTS]
+        count, held = stacks.counts[names[0]], tuple(stacks.experts_of(names[0], rank) for rank in range(stacks.ep))
+        shapes = {name: (count, *facts.index.atoms[name].global_shape[1:]) for name in names}
+        ranks = [{"rank": rank, "experts": list(experts)} for rank, experts in enumerate(held)]
         layers.append({
             "moe_layer_id": number,
             "module_path": layer,
             "num_experts": count,
-            "num_local_experts": local,
+            "num_local_experts": len(held[facts.ep_rank]),
             "ep_size": stacks.ep,
             PLACEMENT: {"version": 1, "num_experts": count, "ep_size": stacks.ep, "ranks": ranks},
+            MAPS: {"version": 1, "params": {name: write_affine_map(held, shape) for name, shape in shapes.items()}},
             "expert_key_prefix": f"{layer}.experts",
             "checkpoint_format": "zero3_partitioned" if facts.stage == 3 else "per_expert_files",
             "checkpoint_format_version": 1 if facts.stage == 3 else None,
@@ -146,8 +147,8 @@ def record_layers(facts: RunFacts, *, place: int, holders: int) -> dict[str, obj
             "ep_rank": facts.ep_rank,
             "expert_data_parallel_rank": place,
             "expert_data_parallel_world_size": holders,
-            "global_expert_start": first,
-            "global_expert_end": first + local,
+            "global_expert_start": facts.ep_rank * (count // stacks.ep),
+            "global_expert_end": (facts.ep_rank + 1) * (count // stacks.ep),
         })  # fmt: skip
     if not layers:
         return {}

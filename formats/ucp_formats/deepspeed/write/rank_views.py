@@ -15,7 +15,7 @@ from ucp_formats.deepspeed.config import Precision
 from ucp_formats.deepspeed.experts import ExpertNumbers
 from ucp_formats.deepspeed.tp.layout import TensorLayout, shared_divisors
 from ucp_formats.deepspeed.write.pipeline.layers import is_pipeline as was_pipeline
-from ucp_formats.deepspeed.write.run import RunFacts
+from ucp_formats.deepspeed.write.run import RunFacts, localize
 
 
 def rank_views(
@@ -48,19 +48,6 @@ def rank_views(
                 index = replace(index, groups=tuple(group for group in groups if group.params))
             views.append(replace(facts, index=index, cuts=layouts, mp=stage * wanted.tp + rank))
     return views
-
-
-def localize(atoms: Mapping[str, AtomIndex], layouts: Mapping[str, TensorLayout], rank: int) -> dict[str, AtomIndex]:
-    """The atoms with the shapes that they have on `rank`; fragments still refer to the global tensors."""
-    local = dict(atoms)
-    for name in layouts.keys() & atoms.keys():
-        atom, shape = atoms[name], layouts[name].local_shape(rank)
-        states = {
-            key: replace(state, global_shape=shape) if state.global_shape == atom.global_shape else state
-            for key, state in atom.states.items()
-        }
-        local[name] = replace(atom, global_shape=shape, states=states)
-    return local
 
 
 def narrow_index(index: Index, atoms: Mapping[str, AtomIndex]) -> Index:

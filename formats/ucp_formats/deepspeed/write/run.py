@@ -298,6 +298,19 @@ def _tensor_rules(
     return rules, (*family.notes, _AS_THE_FAMILY)
 
 
+def localize(atoms: Mapping[str, AtomIndex], layouts: Mapping[str, TensorLayout], rank: int) -> dict[str, AtomIndex]:
+    """The atoms with the shapes that they have on `rank`; fragments still refer to the global tensors."""
+    local = dict(atoms)
+    for name in layouts.keys() & atoms.keys():
+        atom, shape = atoms[name], layouts[name].local_shape(rank)
+        states = {
+            key: replace(state, global_shape=shape) if state.global_shape == atom.global_shape else state
+            for key, state in atom.states.items()
+        }
+        local[name] = replace(atom, global_shape=shape, states=states)
+    return local
+
+
 def tag(index: Index) -> str:
     """Name of the tag folder: the tag of the source, or DeepSpeed's default, `global_step{N}`."""
     named = (extra.value for extra in index.extras if extra.name == TAG and isinstance(extra.value, str))

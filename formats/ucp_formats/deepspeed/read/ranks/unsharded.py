@@ -147,7 +147,7 @@ def read_expert_ranks(
         # AutoEP appends the parameters it makes, so an optimizer has the routers after all others
         local_params = {local: params[names[local]] for local in sorted(names, key=lambda n: n.startswith(routers))}
         for name, tensor in stacked.items():
-            shape = (tensor.shape[0] // ep, *tensor.shape[1:])
+            shape = model.stacks.local_shape(name, tensor.shape, rank)
             local_params[name] = tensor.first.strided(0, shape, contiguous_strides(shape))
         part = read_optimizer(replace(saved, recorded=recorded), local_params, checksums, stacked=stacked)
         for name in stacked.keys() & part.states.keys():
