@@ -6,7 +6,7 @@ from pathlib import Path
 import ucp
 
 ROOT = Path(__file__).parents[3]
-LEFT_OUT = {"changes"}
+LEFT_OUT = {"changes", "examples"}
 """Folders of docs/ that are no part of the site."""
 
 
