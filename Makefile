@@ -101,9 +101,10 @@ dist: $(VENV)/.installed-dist
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python -m pytest -m integration -p no:xdist -q tests/integration/conversion/test_wheel.py
 
-# The site in .site/, every link and anchor inside it checked. To publish a version: .venv/bin/mike deploy 0.2 latest
+# The site in .site/, every link and anchor inside it checked, and the spelling and words of every page. To publish a version: .venv/bin/mike deploy 0.2 latest
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/codespell --ignore-words-list te --dictionary - --dictionary docs/words.txt --skip docs/changes,docs/images,docs/words.txt,*.svg,*.json docs *.md
 
 $(VENV)/.installed-docs: $(VENV)/.installed
 	$(PIP) --editable ".[docs]"
