@@ -214,6 +214,7 @@ def test_boxes_are_sent_in_rounds_by_the_ranks_that_send_least(memory: int) -> N
             tensors.append(torch.zeros(16, dtype=torch.uint8))
         options = CarryOptions(memory=memory)
         traffic = carry_with_memory(items, tensors, ranks, options, Boxes(ranks.rank))  # type: ignore[arg-type]
+        assert traffic.peak_nbytes <= memory // 2  # a round, of bytes received and sent
         return [byte for tensor in tensors for byte in tensor.tolist()], traffic.exchanged_nbytes
 
     results = run_threads(4, work)
