@@ -8,7 +8,6 @@ MoC-System): newer experts than the chain has, and more of them.
 from __future__ import annotations
 
 import copy
-from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,11 +18,11 @@ import xxhash
 from ucp.conversion.option import TopologyLike, path_parser, type_path
 from ucp.core.index import AtomIndex, Extra, Fragment, Index, ParamGroup
 from ucp.core.layout import PlacedBox
-from ucp.core.tensor import Record, TensorRef, contiguous_strides
+from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.errors import StaleError, format_count
 from ucp.io.folder import parse_path
 from ucp.live.adapters import LiveRequest
-from ucp.live.exchange.memory import is_memory, memory_path
+from ucp.live.exchange.memory import memory_path
 from ucp.live.load import find_model_device
 from ucp.live.model.describe import list_modules
 from ucp.live.model.parallel.experts import PlacementLike
@@ -236,7 +235,7 @@ def _complete(index: Index, recovered: Index, *, exact: bool) -> Index:
         aliases={**(index.aliases if older else {}), **recovered.aliases},
         extras=recovered.extras,
         files=tuple(file for file in index.files if file.path in paths),
-        records=_select_records(index.records, older),
+        records=index.records if older else (),
         lost={name: lost for name, lost in index.lost.items() if name in older},
         doubts=index.doubts if older else (),
         notes=tuple(notes),
@@ -272,9 +271,7 @@ def _add_newer_experts(
     what = f"{format_count(len(newer), 'parameter')} of experts are from memory, of iteration {step}"
     _check_exact(what, index, exact=exact)
     note = f"{what}; the rest is of iteration {index.step}, or older: the run does not continue exactly"
-    rest = {name: atom for name, atom in index.atoms.items() if name not in newer}
-    records = _select_records(index.records, rest)
-    return replace(index, atoms={**index.atoms, **newer}, records=records, notes=(*index.notes, note))
+    return replace(index, atoms={**index.atoms, **newer}, notes=(*index.notes, note))
 
 
 def _check_exact(what: str, index: Index, *, exact: bool) -> None:
@@ -282,21 +279,3 @@ def _check_exact(what: str, index: Index, *, exact: bool) -> None:
         raise StaleError(
             f"expected all states from one iteration (exact=True); the checkpoint has {index.step}: {what}"
         )
-
-
-def _select_records(records: Sequence[Record], atoms: Mapping[str, AtomIndex]) -> tuple[Record, ...]:
-    """The records in which elements of `atoms` lie: others are not read, not even for their checksums."""
-    offsets: dict[str, list[int]] = {}
-    for atom in atoms.values():
-        for ref in (fragment.ref for state in atom.states.values() for fragment in state.fragments):
-            if isinstance(ref, TensorRef) and not is_memory(ref.path):
-                offsets.setdefault(ref.path, []).append(ref.offset)
-    for of_file in offsets.values():
-        of_file.sort()
-
-    def is_used(record: Record) -> bool:
-        of_file = offsets.get(record.path, [])
-        position = bisect_left(of_file, record.offset)
-        return position < len(of_file) and of_file[position] < record.offset + record.nbytes
-
-    return tuple(filter(is_used, records))
