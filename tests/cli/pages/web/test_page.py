@@ -122,6 +122,16 @@ def test_equal_checkpoints_have_a_page(ucp: Run, zero3: Path, tmp_path: Path) ->
     assert "equal; " in page.text
 
 
+def test_a_checkpoint_that_cannot_be_read_has_a_page(ucp: Run, copy: Path, tmp_path: Path) -> None:
+    for file in copy.rglob("*model_states.pt"):
+        file.write_bytes(b"not a checkpoint")
+    outcome = ucp("inspect", copy, "--html", tmp_path / "i.html", code=1)
+    page = Parsed(tmp_path / "i.html")
+    assert outcome.stderr.removeprefix("Error: ").splitlines()[0] in page.text
+    assert "zero_pp_rank_3_mp_rank_00_model_states.pt" in page.text
+    assert page.data == {}
+
+
 def test_the_experts_are_on_the_page(ucp: Run, tmp_path: Path) -> None:
     printed = ucp("inspect", MIXTRAL, "--experts", "--html", tmp_path / "e.html").stdout
     assert printed.startswith(f"{MIXTRAL}/iter_0000010, step 10")
