@@ -93,9 +93,9 @@ def inspect_contents(index: Index, experts: ExpertsReport | None = None) -> Cont
 
 def survey_contents(survey: Survey, problem: str) -> Contents:
     """The page of a checkpoint that cannot be read. `problem`: why it cannot."""
-    known = facts([("checkpoint", survey.path), ("format", survey.format), ("evidence", ", ".join(survey.evidence))])
+    summary = facts([("checkpoint", survey.path), ("format", survey.format), ("evidence", ", ".join(survey.evidence))])
     bars = {"By file": _file_bars(survey.path, survey.files)}
-    return Contents(verb="inspect", subject=survey.path, parts=[known, lines("Problems", [problem])], bars=bars)
+    return Contents(verb="inspect", subject=survey.path, parts=[summary, lines("Problems", [problem])], bars=bars)
 
 
 def plan_contents(report: PlanReport) -> Contents:
@@ -115,6 +115,7 @@ def plan_contents(report: PlanReport) -> Contents:
             )
             for state in dict.fromkeys(state for _, state in report.layouts)
         ),
+        without="Every file that holds it has the full tensor.",
     )
     data = _describe_params(index) | {"sides": [_source_side(index, "The source"), target]}
     bars = _index_bars(index) | {"By file written": _alike_bars(report.files)}
@@ -176,7 +177,7 @@ def _describe_params(index: Index) -> dict[str, Any]:
 
 def _look(atom: AtomIndex, group: int | None) -> dict[str, Any]:
     weight = next(iter(atom.states.values()), None)
-    known = [
+    properties = [
         ("shape", shape_text(atom.global_shape)),
         ("kind", atom.kind.value),
         ("computes in", atom.model_dtype.value if atom.model_dtype else ""),
@@ -187,7 +188,7 @@ def _look(atom: AtomIndex, group: int | None) -> dict[str, Any]:
     ]
     return {
         "label": f"{shape_text(atom.global_shape)} {weight.dtype if weight else ''}",
-        "facts": [(label, printable(text)) for label, text in known if text],
+        "facts": [(label, printable(text)) for label, text in properties if text],
         "rows": [
             (printable(name), state.dtype.value, shape_text(state.global_shape), nbytes_text(state.nbytes))
             for name, state in atom.states.items()
@@ -218,7 +219,8 @@ def _source_side(index: Index, title: str) -> dict[str, Any]:
 
     names = dict.fromkeys(state for _, state, _ in index.states())
     sides = ((state, list(placed(state))) for state in names)
-    return make_side(title, ((state, column) for state, column in sides if any(column)))
+    without = "Its layout over ranks is not recorded, or it is made of the tensors above."
+    return make_side(title, ((state, column) for state, column in sides if any(column)), without=without)
 
 
 def _index_bars(index: Index) -> dict[str, list[Bar]]:
