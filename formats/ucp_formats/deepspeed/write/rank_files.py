@@ -90,15 +90,17 @@ class RankFiles:
     def _select_experts(self, group: Group, rank: int) -> Group:
         """`group` with only those experts that expert-parallel rank `rank` holds."""
         owners = {atom.name: self.experts.owner(atom.name, self.ep) for atom in group.params}
-        experts = [name for name, owner in owners.items() if owner is not None]
-        if self.facts.stage and 0 < len(experts) < len(owners):
-            other = next(name for name, owner in owners.items() if owner is None)
+        kinds = {(owner is not None, self.facts.has_parts(name)): name for name, owner in owners.items()}
+        if self.facts.stage and len(kinds) > 1:
             raise UnsupportedError(
-                "expected parameter groups that hold either experts or other parameters, as DeepSpeed requires with "
-                f"ZeRO; {self.facts.index.path} has one with {experts[0]} and {other}. Write files for a run without "
-                "ZeRO (--topology with zero=0)"
+                "expected parameter groups that hold only experts, only parameters with a rule for dp, or only others: "
+                f"DeepSpeed requires that with ZeRO; {self.facts.index.path} has one with "
+                f"{' and '.join(kinds.values())}. Give them groups of their own in the run that saves; or write "
+                "experts for a run without ZeRO (--topology with zero=0)"
             )
         hyper = dict(group.hyper)
+        if any(self.facts.has_parts(name) for name in owners):
+            hyper |= {"moe": True, "name": f"ep_size_{self.facts.ranks}"}
         if self.experts.counts and hyper.get("moe") is True:
             hyper.setdefault("name", f"ep_size_{self.ep}")
         return replace(group, params=tuple(a for a in group.params if owners[a.name] in (None, rank)), hyper=hyper)
@@ -156,7 +158,7 @@ class RankFiles:
             values["frozen_param_fragments"] = frozen_fragments(draft, facts, 0)
         yield draft.finish(model_state(draft, facts, 0, values))
         for rank in range(facts.ranks):
-            draft = facts.draft(self._path("optim", rank))
+            draft = facts.draft(self._path("optim", rank), rank)
             yield draft.finish(self._optim(draft, shared_state(draft, facts, shares[rank], rank)))
 
     def _shares(self, groups: Sequence[Group]) -> dict[int, list[Share]]:
@@ -168,12 +170,14 @@ class RankFiles:
             for group in groups:
                 selected = self._select_experts(group, ep_rank)
                 has_experts = any(is_expert(atom.name) for atom in selected.params)
-                buffer = GroupBuffer.of(self.facts, selected, ranks=len(ranks) if has_experts else count)
+                has_parts = any(self.facts.has_parts(atom.name) for atom in selected.params)
+                axis, holders = ("edp", 1) if has_parts else ("dp", len(ranks) if has_experts else count)
+                buffer = GroupBuffer.of(self.facts, selected, ranks=holders, axis=axis)
                 local_names = {atom.name: self.experts.local_name(atom.name, self.ep) for atom in selected.params}
                 buffers.append((buffer, local_names, has_experts))
             for at, rank in enumerate(ranks):
                 shares[rank] = [
-                    Share(buffer, at if has_experts else rank, local_names)
+                    Share(buffer, (at if has_experts else rank) % buffer.layout.ranks, local_names)
                     for buffer, local_names, has_experts in buffers
                 ]
         return shares

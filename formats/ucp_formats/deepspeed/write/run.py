@@ -16,6 +16,7 @@ from ucp.contract.layouts import FlatLayout
 from ucp.contract.optimizer import OptimizerPlan
 from ucp.contract.output_names import check_named
 from ucp.contract.protocols import SourceOptions, Target
+from ucp.contract.registry import BY_RULE
 from ucp.contract.run_extras import LR_SCHEDULER
 from ucp.contract.sidecars import add_sidecars
 from ucp.core.gaps import check_weights
@@ -66,19 +67,20 @@ class AtomDraft(FileDraft):
         path: str,
         index: Index,
         cuts: Mapping[str, TensorLayout] | None = None,
-        tp: int = 0,
+        number: int = 0,
         *,
+        axis: str = "tp",
         known_from: str = "",
     ) -> None:
         """`index`: the source, with the shapes that this file holds.
 
-        `cuts`: layouts of tensors that are split over tensor-parallel ranks; `known_from`: where these layouts come
-        from. `tp`: the tensor-parallel rank that the file is for.
+        `cuts`: layouts of tensors that are split over the ranks of `axis`; `known_from`: where these layouts come
+        from. `number`: the rank along `axis` that the file is for.
         """
         super().__init__(path)
         self._index = index
         self._cuts = cuts or {}
-        self._tp = tp
+        self._axis, self._number = axis, number
         self._known_from = known_from
         self._full_tensors: dict[tuple[str, str, DType], NewTensor] = {}
 
@@ -132,21 +134,23 @@ class AtomDraft(FileDraft):
         return self.add_tensor(dtype, (numel,), parts)
 
     def _layout(self, param: str, *flat: AxisLayout) -> Layout:
-        """How a parameter is split over tp; then `flat` splits the rank's part in row-major order."""
+        """How a parameter is split over `axis`; then `flat` splits the rank's part in row-major order."""
         cut = self._cuts.get(param)
-        return _one_layout(() if cut is None else (cut.pattern, cut.parts, self._known_from), flat)
+        return _one_layout(() if cut is None else (self._axis, cut.parts, cut.pattern, self._known_from), flat)
 
     def _part(self, param: str, layout: Layout, rank: int = 0) -> LocalPart:
         """The part of a parameter that data-parallel rank `rank` holds."""
         cut = self._cuts.get(param)
         shape = self._index.atoms[param].global_shape if cut is None else cut.global_shape
-        return locate_shard(layout, shape, coords={"tp": self._tp, "dp": rank})
+        return locate_shard(
+            layout, shape, coords={self._axis: self._number} | {axis.axis: rank for axis in layout.flat}
+        )
 
 
 @lru_cache(maxsize=1 << 14)
-def _one_layout(cut: tuple[Pattern, int, str] | tuple[()], flat: tuple[AxisLayout, ...]) -> Layout:
+def _one_layout(cut: tuple[str, int, Pattern, str] | tuple[()], flat: tuple[AxisLayout, ...]) -> Layout:
     """The layout; the same object for all ranks and states of a parameter."""
-    return Layout((AxisLayout("tp", cut[1], cut[0], cut[2]),) if cut else (), flat)
+    return Layout((AxisLayout(*cut),) if cut else (), flat)
 
 
 def _pairs(part: LocalPart) -> tuple[RegionPair, ...]:
@@ -203,11 +207,19 @@ class RunFacts:
     mp: int = 0
     """Model-parallel rank whose files are planned."""
     cuts: Mapping[str, TensorLayout] = field(default_factory=dict)
-    """Layouts of tensors that are split over tensor-parallel ranks."""
+    """Layouts of tensors that are split over the ranks of `cut_axis`."""
+    cut_axis: str = "tp"
+    """Axis that splits tensors: tp; or dp, if the user's rules say that data-parallel ranks train parts."""
 
-    def draft(self, path: str) -> AtomDraft:
-        """A new file of model-parallel rank `mp`."""
-        return AtomDraft(path, self.index, self.cuts, self.mp % self.tp, known_from=self.tp_known_from)
+    def has_parts(self, param: str) -> bool:
+        """Whether every data-parallel rank trains a part of a parameter."""
+        return self.cut_axis == "dp" and param in self.cuts
+
+    def draft(self, path: str, rank: int = 0) -> AtomDraft:
+        """A new file of model-parallel rank `mp` and data-parallel rank `rank`."""
+        is_dp = self.cut_axis == "dp"
+        number, known_from = (rank, BY_RULE) if is_dp else (self.mp % self.tp, self.tp_known_from)
+        return AtomDraft(path, self.index, self.cuts, number, axis=self.cut_axis, known_from=known_from)
 
     @property
     def stacks(self) -> ExpertStacks:
