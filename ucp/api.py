@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, Unpack
 
@@ -48,6 +48,7 @@ __all__ = [
     "experts",
     "inspect",
     "is_unfinished",
+    "migrate",
     "open",
     "place",
     "plan",
@@ -163,7 +164,7 @@ def place(
     Parameters
     ----------
     loads
-        Tokens of each expert: {layer: [experts]}, [layers][experts], the report of `ucp.experts`, or a file or
+        Tokens of each expert: `{layer: [experts]}`, `[layers][experts]`, the report of `ucp.experts`, or a file or
         checkpoint (`ucp.placement.loads`).
     nodes, gpus, slots
         Nodes, GPUs of a node, and experts of a layer that fit on a GPU.
@@ -198,6 +199,30 @@ def place(
         tokens, what = loads_of_report(loads)
         notes = (f"the loads are {what} of {loads.path}",)
     return replace(place_experts(tokens, cluster, threshold=threshold, goal=goal), notes=notes)
+
+
+def migrate(
+    before: ucp.Placement,
+    after: ucp.Placement,
+    *,
+    lost: Collection[int] = (),
+    checkpoint: type_path | None = None,
+    bandwidth: float | None = None,
+) -> ucp.Migration:
+    """How nodes that are left get the experts of a new placement: which becomes which, and who sends what.
+
+    `Migration.placement` is `after`, with its nodes in the order of those that are left, so that fewest experts move:
+    what `load_into(placement=...)` takes.
+
+    `before`, `after`: the placement until now, and that of the nodes that are left (`ucp.place`), of the same layers.
+    `lost`: nodes of `before`, by number. `checkpoint`: of the model, tells the bytes of experts. `bandwidth`: bytes
+    that a node sends or receives in a second. Raises UsageError if layers differ or there is no such node, SourceError
+    if the checkpoint cannot be read, MissingLibraryError without scipy.
+    """
+    from ucp.placement.migrate import measure_experts, plan_migration
+
+    sizes = None if checkpoint is None else measure_experts(inspect(checkpoint))
+    return plan_migration(before, after, lost=lost, nbytes_per_expert=sizes, bandwidth=bandwidth)
 
 
 def advise(

@@ -11,7 +11,6 @@ from ucp import api
 from ucp.errors import UsageError
 from ucp.moe.plot import check_plot
 from ucp.placement.forms import FORMS, read_placement, write_placement
-from ucp.placement.migrate import measure_experts, plan_migration
 from ucp.placement.plot import plot_placement
 from ucp_cli.options import PATH, as_json, example, parse_memory_option
 from ucp_cli.pages.documents import placement_document
@@ -107,8 +106,7 @@ def command(
     if previous is not None and form is not None:
         count = from_nodes or nodes + len(set(lost or ()))
         before = read_placement(previous, form, nodes=count, gpus=gpus, moe_layers=placement.layers)
-        sizes = None if checkpoint is None else measure_experts(api.inspect(checkpoint))
-        migration = plan_migration(before, placement, lost=lost or (), nbytes_per_expert=sizes, bandwidth=bandwidth)
+        migration = api.migrate(before, placement, lost=lost or (), checkpoint=checkpoint, bandwidth=bandwidth)
         placement = migration.placement
     if out is not None and form is not None:
         write_placement(placement, out, form)

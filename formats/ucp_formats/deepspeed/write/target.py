@@ -25,6 +25,7 @@ from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.topology import Topology
 from ucp.errors import MissingStateError, TopologyError, UnsupportedError, UsageError, format_count
 from ucp.io.torch_file.draft import FinishedFile, make_target_plan
+from ucp_formats.deepspeed.write.autoep import place_stacks
 from ucp_formats.deepspeed.write.optimizer.groups import (
     check_stepped,
     describe_without_groups,
@@ -57,6 +58,7 @@ class DeepSpeedTarget(EngineTarget):
         wanted = _target_topology(index, topology)
         stage = wanted.zero or 0
         facts = run_facts(index, options, ranks=wanted.dp, stage=stage, tp=wanted.tp)
+        facts = place_stacks(facts, wanted)
         groups = optimizer_groups(facts)
         if stage and not groups:
             raise MissingStateError(
@@ -142,11 +144,13 @@ def _files(
     def axes_of(param: str) -> tuple[AxisLayout, ...]:
         """Axes of the run that hold a parameter: copies of it, apart from what ZeRO and tensor parallelism split."""
         owner = experts.owner(param, wanted.ep)
-        ranks = wanted.dp if owner is None else wanted.dp // wanted.ep
+        is_stack = param in facts.stacks.counts
+        ranks = wanted.dp if owner is None and not is_stack else wanted.dp // wanted.ep
         return (
             *holder_axes(
                 "pp", wanted.pp, stages_from, [at for at, names in enumerate(stages.places) if param in names]
             ),
+            *((facts.stacks.axis(param),) if is_stack and wanted.ep > 1 else ()),
             *(() if owner is None else holder_axes("ep", wanted.ep, "the numbers of the experts", (owner,))),
             *holder_axes("tp", wanted.tp, facts.tp_known_from),
             *holder_axes("dp", ranks, f"ZeRO-{wanted.zero}"),
