@@ -9,7 +9,7 @@ a class overrides those that differ.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -177,6 +177,11 @@ class Target(Protocol):
     def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
         """Files to write last, in order, when all others are written; the last one is the commit. By default none."""
         del index, plan, receipts
+        return ()
+
+    def find_faults(self, written: Path) -> Iterable[str]:
+        """Lines on what the framework's own reader refuses in the files below `written` (on disk), for --verify."""
+        del written
         return ()
 
 

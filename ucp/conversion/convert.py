@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from ucp.contract.protocols import Observer, SourceOptions
+from ucp.contract.protocols import Observer, SourceOptions, Target
 from ucp.contract.sidecars import list_sidecars
 from ucp.conversion.destination.disk import DiskDestination, open_destination
 from ucp.conversion.destination.protocol import show_waiting
@@ -125,7 +125,14 @@ def _carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer
         resume_point = destination.begin(prepared, observer)
         if resume_point is None:
             return _make_report(prepared, None, dst, options)
-        verify = partial(verify_written, prepared.job, source=options.source, observer=observer, threads=threads)
+        verify = partial(
+            verify_written,
+            prepared.job,
+            source=options.source,
+            observer=observer,
+            threads=threads,
+            target=None if url_scheme(dst) else prepared.target,
+        )
         written = execute(
             prepared,
             destination,
@@ -228,8 +235,12 @@ def _list_checks(report: ConvertReport) -> Iterator[str]:
         yield f"{format_count(len(report.unchecked_files), 'file')} of the source without checksums"
 
 
-def verify_written(job: Job, written: Path, *, source: SourceOptions, observer: Observer, threads: int) -> None:
+def verify_written(
+    job: Job, written: Path, *, source: SourceOptions, observer: Observer, threads: int, target: Target | None = None
+) -> None:
     """Read back what was written, before it is put in place, and compare it with the source. Raises CorruptError.
+
+    `target`: its framework's reader looks at the files, too; None: ours alone.
 
     `source`: the user's options for the source; the written files are read with those that their format takes.
     """
@@ -242,6 +253,7 @@ def verify_written(job: Job, written: Path, *, source: SourceOptions, observer: 
     before = _match_groups(index, before, job)
     changes = compare(before, index, observer, cast=True, extras=True, threads=threads)
     lines = [
+        *(target.find_faults(written) if target is not None else ()),
         *find_corruption(index, observer, threads),
         *find_drift(index, observer, threads),
         *(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ucp.core.assign import deal
 from ucp.core.index import Index
 from ucp.core.text.page import Page, Report, facts, table
 from ucp.core.text.units import count_text, nbytes_text, seconds_text
@@ -121,7 +122,7 @@ def plan_migration(
     node_of = _assign(present, wanted)
     order = sorted(range(len(wanted)), key=lambda node: node_of.get(node, len(survivors) + node))
     layers = {
-        layer: tuple(expert for node in order for expert in after.experts_of(layer=layer, node=node))
+        layer: tuple(expert for node in order for expert in after.slots_of(layer=layer, node=node))
         for layer in after.layers
     }
     nodes = tuple(survivors[node_of[node]] if node in node_of else None for node in order)
@@ -167,13 +168,9 @@ def _deal(
         for expert in sorted(experts)
         if nodes[node] not in owners.get(expert, ())
     ]
-    sent: dict[int, int] = {}
-    transfers = []
-    for expert, node in sorted(needs, key=lambda need: (len(owners.get(need[0], ())), need)):  # least choice first
-        source = min(owners.get(expert, ()), key=lambda owner: (sent.get(owner, 0), owner), default=None)
-        if source is not None:
-            sent[source] = sent.get(source, 0) + sizes.get(expert[0], 1)
-        transfers.append(Transfer(expert=expert, source=source, node=node))
+    needs.sort(key=lambda need: (len(owners.get(need[0], ())), need))  # least choice first
+    sources = deal((owners.get(e, ()) for e, _ in needs), (sizes.get(layer, 1) for (layer, _), _ in needs))
+    transfers = (Transfer(expert=e, source=source, node=node) for (e, node), source in zip(needs, sources, strict=True))
     return sorted(transfers, key=lambda transfer: (transfer.node, transfer.expert))
 
 

@@ -32,7 +32,7 @@ from ucp_formats.deepspeed.read.files import SavedFile
 from ucp_formats.deepspeed.read.module import SavedModule
 from ucp_formats.deepspeed.read.optimizer.flat_group import FlatGroupStates
 from ucp_formats.deepspeed.read.run import SavedRun
-from ucp_formats.deepspeed.read.stacks import LAYERS, ExpertStacks
+from ucp_formats.deepspeed.read.stacks import ExpertStacks
 
 _EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d+)(\..*)")
 
@@ -193,23 +193,33 @@ class ExpertGroups:
         degree = self.degrees[number]
         if degree == 1:
             return group
-        parts = {n: self._global_shape(n, s) for n, s in group.shapes.items() if n in {*self.stacks.counts, *self.cuts}}
-        cut = next((self.cuts[name] for name in parts if name in self.cuts), None)
-        held = cut or (pattern("shard", dim=0) if parts else pattern("unique", owner=ep_rank))
-        axis, known_from = ("dp", BY_RULE) if cut else ("ep", LAYERS if parts else "partition_count")
+        counts = self.stacks.counts
+        parts = {n: (counts[n], *shape[1:]) for n, shape in group.shapes.items() if n in counts}
+        parts |= {n: self._global_shape(n, shape) for n, shape in group.shapes.items() if n in self.cuts}
+        unique = AxisLayout("ep", degree, pattern("unique", owner=ep_rank), "partition_count")
+        axes = {name: self._axis(name) or unique for name in group.shapes}
         return replace(
             group,
-            label=f"{group.label} of {'data' if cut else 'expert'}-parallel rank {ep_rank}",
+            label=f"{group.label} of {'data' if self.is_cut[number] else 'expert'}-parallel rank {ep_rank}",
             names={} if parts else {name: self.global_name(name, ep_rank) for name in group.shapes},
             global_shapes=parts,
-            coords={axis: ep_rank},
-            axes=(AxisLayout(axis, degree, held, known_from),),
+            coords={axis.axis: ep_rank for axis in axes.values()},
+            axes={name: (axis,) for name, axis in axes.items()},
         )
+
+    def _axis(self, name: str) -> AxisLayout | None:
+        if name in self.cuts:
+            return AxisLayout("dp", self.ranks, self.cuts[name], BY_RULE)
+        return self.stacks.axis(name) if name in self.stacks.counts else None
 
     def _global_shape(self, name: str, shape: Shape) -> Shape:
         if name in self.cuts:
             return self.cuts[name].whole_shape([shape] * self.ranks)
         return self.stacks.global_shape(name, shape)
+
+    def local_shapes(self, shapes: Mapping[str, Shape], ep_rank: int) -> dict[str, Shape]:
+        """Shapes of a group on an expert-parallel rank; `shapes`: on rank 0, as `param_shapes` has them."""
+        return {name: self.stacks.local_shape(name, shape, ep_rank) for name, shape in shapes.items()}
 
     def global_shapes(self, groups: Sequence[Mapping[str, Shape]]) -> dict[str, Shape]:
         """Shapes of all parameters by their global names."""

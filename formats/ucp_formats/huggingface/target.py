@@ -83,6 +83,17 @@ class HuggingFaceTarget(Target):
         """Whether the source has names of transformers: its style says so, or a config.json comes with it."""
         return naming_style_of(index) == self.names or _find_config(index, settings.get("config")) is not None
 
+    def find_faults(self, written: Path) -> Iterator[str]:
+        """What safetensors' own reader, which transformers calls, refuses: it has checks of its own on every header."""
+        from safetensors import SafetensorError, safe_open
+
+        for path in sorted(written.glob("*.safetensors")):
+            try:
+                with safe_open(path, framework="numpy"):  # checks the whole header
+                    pass
+            except SafetensorError as error:
+                yield f"{path.name}: safetensors refuses it: {error}"
+
     def model_arguments(self, index: Index, settings: Mapping[str, str]) -> Mapping[str, object]:
         """What is known of the model, together with the configuration in the folder that the user gives."""
         option = settings.get("config")

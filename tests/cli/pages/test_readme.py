@@ -29,7 +29,7 @@ def test_the_pages_of_readme_are_what_is_printed(ucp: Run, tmp_path: Path, monke
     Path("fixtures").symlink_to(ROOT / "fixtures")
     Path("demo-out").mkdir()
     found = list(sessions())
-    assert [command.split()[1] for command, _ in found] == ["inspect", "convert", "verify", "convert", "diff"]
+    assert [command.split()[1] for command, _ in found] == ["inspect", "convert", "diff"]
     for command, shown in found:
         page = ucp(*shlex.split(command)[1:]).stdout.replace(str(tmp_path), "/path/to/ucp")
         printed = [SPENT.sub("...", line) for line in page.splitlines()]

@@ -127,7 +127,7 @@ def test_the_samples_of_a_page_run(page: str, names: dict[str, object]) -> None:
 
 
 def test_the_pages_with_samples_are_known() -> None:
-    assert {"README.md", "docs/how-to/load-into-a-model.md", "docs/reference/python.md"} <= set(pages())
+    assert {"docs/how-to/load-into-a-model.md", "docs/reference/python.md"} <= set(pages())
 
 
 def test_a_wrong_remark_is_found() -> None:

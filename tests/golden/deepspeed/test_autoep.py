@@ -6,17 +6,26 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
+from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from ucp_formats.deepspeed.read.stacks import ExpertStacks
+from ucp_formats.deepspeed.write.autoep import _split_groups
 
 import ucp
 from tests.golden.deepspeed.test_deepspeed_parallel import ROOT, states_of, truths
-from tests.golden.truth import check_copies, check_equal, is_same, read_states
-from ucp.errors import MissingFileError, UnsupportedError
+from tests.golden.truth import check_copies, check_equal, is_same, load_stubbed, read_states
+from ucp.core.index import ParamGroup
+from ucp.core.topology import Topology
+from ucp.errors import MalformedError, MissingFileError, MissingStateError, TopologyError, UcpError, UnsupportedError
 
-CASES = sorted(path.name for path in ROOT.glob("z*autoep*"))
+CASES = sorted(path.parent.name for path in ROOT.glob("z*autoep*/truth-ep00.json"))
+PLACED = sorted(path.name for path in ROOT.glob("z*autoep*-placed"))
+"""Runs of CASES, rewritten with another placement (fixtures/make/deepspeed/place_experts.py)."""
 CONVERTED = [case for case in CASES if (ROOT / case / "universal").is_dir()]
 EXPERTS = "model.layers.0.mlp.experts"
 
@@ -79,7 +88,126 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
         ucp.open(source)
 
 
-def test_native_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="deepspeed-universal"):
-        ucp.convert(ROOT / "z1-autoep2" / "checkpoint", tmp_path / "out", to="deepspeed")
+NATIVE = [
+    ("z1-autoep2", 4, 4, 2),
+    ("z2-autoep2-dp4-bf16", 2, 1, 3),
+    ("z3-autoep2-dp4", 8, 4, 0),
+    ("z0-autoep2", 4, 2, 3),
+]
+"""Source, and the dp, ep and ZeRO stage of the target."""
+
+
+@pytest.mark.parametrize(("case", "dp", "ep", "zero"), NATIVE)
+def test_native_files_are_read_the_same(case: str, dp: int, ep: int, zero: int, tmp_path: Path) -> None:
+    wanted = Topology(dp=dp, ep=ep, zero=zero)
+    ucp.convert(ROOT / case / "checkpoint", tmp_path / "out", to="deepspeed", topology=wanted)
+    written = ucp.open(tmp_path / "out").index
+    check_copies(written)
+    assert written.topology == wanted
+    check_equal(without_module_dtype(read_states(written)), without_module_dtype(states_of(case)))
+
+
+DIFFERENT = {"ds_config", "shared_params", "frozen_param_shapes", "frozen_param_fragments"}
+"""Keys that ucp always writes differently: it names copies of routers, and leaves out what is empty."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_native_files_hold_what_deepspeed_s_own_hold(case: str, tmp_path: Path) -> None:
+    ucp.convert(ROOT / case / "checkpoint", tmp_path / "out", to="deepspeed")
+    (ours,), (theirs,) = (list(path.glob("global_step*")) for path in (tmp_path / "out", ROOT / case / "checkpoint"))
+    assert {path.name for path in ours.iterdir()} == {path.name for path in theirs.iterdir()}
+    for path in theirs.iterdir():
+        found, wanted = (load_stubbed(folder / path.name) for folder in (ours, theirs))
+        for key in wanted.keys() - DIFFERENT - ({"param_shapes"} if case.startswith("z0") else set()):
+            assert is_same_value(found[key], wanted[key]), (path.name, key)
+
+
+def is_same_value(found: object, wanted: object) -> bool:
+    match wanted:
+        case torch.Tensor():
+            return isinstance(found, torch.Tensor) and is_same(found, wanted)
+        case dict():
+            keys = wanted.keys()
+            return isinstance(found, dict) and found.keys() == keys and all(
+                is_same_value(found[key], wanted[key]) for key in keys
+            )  # fmt: skip
+        case list() | tuple():
+            return isinstance(found, list | tuple) and len(found) == len(wanted) and all(
+                map(is_same_value, found, wanted)
+            )  # fmt: skip
+    return bool(getattr(found, "__dict__", found) == getattr(wanted, "__dict__", wanted))
+
+
+@pytest.mark.parametrize("topology", ["dp=3,ep=3,zero=1", "dp=2,tp=2,zero=1"])
+def test_a_misfit_is_refused(topology: str, tmp_path: Path) -> None:
+    with pytest.raises(TopologyError):
+        ucp.convert(ROOT / "z1-autoep2" / "checkpoint", tmp_path / "out", to="deepspeed", topology=topology)
     assert not (tmp_path / "out").exists()
+
+
+def test_experts_without_one_projection_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(MissingStateError, match=r"layers\.1\.mlp\.experts\.w3"):
+        ucp.convert(
+            ROOT / "z1-autoep2" / "checkpoint",
+            tmp_path / "out",
+            to="deepspeed",
+            exclude=["model.layers.1.mlp.experts.w3"],
+        )
+
+
+def test_groups_are_split_where_a_rank_has_too_many_elements() -> None:
+    params = tuple(f"{layer}.mlp.experts.{part}" for layer in range(2) for part in ("w1", "w2", "w3"))
+    shapes = dict.fromkeys(params, (4, 5000, 10000)) | {f"{layer}.mlp.router.gate.weight": (4, 8) for layer in range(2)}
+    stacks = ExpertStacks.of_names(shapes)
+    atoms = {name: SimpleNamespace(states={"weight": SimpleNamespace(numel=prod(shapes[name]))}) for name in params}
+    index = SimpleNamespace(atoms=atoms, groups=(ParamGroup(params=("head", *params), hyper={"lr": 1.0}),))
+    split = {}
+    for ep in (1, 2, 4):
+        split[ep] = _split_groups(index, stacks, ep)
+        index.groups, stacks = split[ep], replace(stacks, ep=ep)
+    assert [len(group.params) for group in split[1]] == [1, 1, 1, 1, 1, 1, 1]  # 200 million elements each
+    assert [len(group.params) for group in split[2]] == [1, 1, 1, 1, 1, 1, 1]
+    assert [len(group.params) for group in split[4]] == [1, 3, 3]
+    assert all(group.hyper == {"lr": 1.0, "moe": True, "name": "ep_size_4"} for group in split[4][1:])
+
+
+@pytest.mark.parametrize("case", PLACED)
+def test_any_placement_gives_the_experts_of_the_run(case: str) -> None:
+    index = ucp.open(ROOT / case / "checkpoint").index
+    check_copies(index)
+    check_equal(read_states(index), states_of(case.removesuffix("-placed")))
+
+
+@pytest.mark.parametrize("case", PLACED)
+@pytest.mark.parametrize("to", ["ucp", "deepspeed-universal", "torch", "dcp"])
+def test_what_is_written_of_any_placement_is_read_the_same(case: str, to: str, tmp_path: Path) -> None:
+    ucp.convert(ROOT / case / "checkpoint", tmp_path / "out", to=to)
+    found = read_states(ucp.open(tmp_path / "out").index)
+    for key, state in states_of(case.removesuffix("-placed")).items():
+        assert torch.equal(found[key], state), key
+
+
+@pytest.mark.parametrize("case", PLACED)
+def test_a_replica_that_differs_is_found(case: str, tmp_path: Path) -> None:
+    """Expert 1 of the first layer is on both ranks; one of its moments is changed on rank 1 only."""
+    source = shutil.copytree(ROOT / case / "checkpoint", tmp_path / "checkpoint")
+    index = ucp.open(source).index
+    pieces = index.atoms[f"{EXPERTS}.w2"].states["exp_avg"].fragments
+    copy = next(piece for piece in pieces if piece.replica and piece.box.offsets[0] == 1)
+    assert any(other.box.offsets[0] <= 1 < other.box.stops[0] for other in pieces if not other.replica)
+    with Path(copy.ref.path).open("r+b") as file:
+        file.seek(copy.ref.offset + 3)
+        file.write(b"\x7f")
+    with pytest.raises(UcpError) as caught:
+        ucp.convert(source, tmp_path / "out")
+    assert f"{EXPERTS}.w2" in str(caught.value)
+
+
+def test_files_of_two_placements_are_refused(tmp_path: Path) -> None:
+    source = shutil.copytree(ROOT / "z3-autoep2-dp4-placed" / "checkpoint", tmp_path / "checkpoint")
+    other = ROOT / "z3-autoep2-dp4" / "checkpoint"
+    name = "global_step3/zero_pp_rank_3_mp_rank_00_model_states.pt"
+    shutil.copy(other / name, source / name)
+    with pytest.raises(MalformedError) as caught:
+        ucp.open(source)
+    assert "ds_autoep_layers" in str(caught.value)

@@ -11,9 +11,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from ucp_formats.huggingface.target import HuggingFaceTarget
 
 import ucp
-from ucp.errors import DestinationError, MalformedError, MisfitError, ReplicaError, UsageError
+from ucp.errors import CorruptError, DestinationError, MalformedError, MisfitError, ReplicaError, UsageError
 
 ROOT = Path(__file__).parents[3] / "fixtures"
 FSDP = ROOT / "torch" / "fsdp2-dp4" / "checkpoint"
@@ -410,3 +411,22 @@ def test_a_tied_weight_that_the_source_holds_twice(tmp_path: Path) -> None:
     with pytest.raises(ReplicaError, match=r"embed_tokens\.weight"):
         ucp.convert(source, tmp_path / "out", to="huggingface", settings={"config": str(folder)})
     assert not (tmp_path / "out").exists()
+
+
+def test_the_reader_of_safetensors_looks_at_files(tmp_path: Path) -> None:
+    save_file({"a": torch.arange(3.0)}, tmp_path / "model.safetensors")
+    assert not [*HuggingFaceTarget().find_faults(tmp_path)]
+    with (tmp_path / "model.safetensors").open("ab") as file:
+        file.write(b"0")
+    (fault,) = HuggingFaceTarget().find_faults(tmp_path)
+    assert "model.safetensors" in fault
+
+
+def test_what_it_refuses_stays_no_destination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = saved({"a": torch.arange(3.0)}, tmp_path / "source")
+    options: dict[str, Any] = {"to": "huggingface", "names": AS_IS, "settings": ALONE}
+    monkeypatch.setattr(HuggingFaceTarget, "find_faults", lambda _, written: [f"refused {written.name}"])
+    ucp.convert(source, tmp_path / "unproved", **options)
+    with pytest.raises(CorruptError):
+        ucp.convert(source, tmp_path / "proved", **options, verify=True)
+    assert not (tmp_path / "proved").exists()

@@ -31,9 +31,10 @@ from ucp.live.exchange.carry import CarryOptions
 from ucp.live.exchange.stages import Exchange
 from ucp.live.match.decide import LoadOptions
 from ucp.live.match.names import NameOptions
-from ucp.live.model.parallel.experts import Experts
+from ucp.live.model.parallel.experts import PlacementLike
 from ucp.live.resume.rank_extras import RankPolicy
 from ucp.live.run.mesh import RunMesh, is_device_mesh
+from ucp.log import LoggedObserver
 from ucp.source.run_state import SCHEDULER
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class LoadRequest:
     """What to do with the state that each rank saved for itself."""
     carry: CarryOptions = field(default_factory=CarryOptions)
     """How to read and exchange bytes."""
-    experts: Experts | None = None
+    placement: PlacementLike | None = None
     """Which ranks hold which experts."""
     scheduler: str | None = None
     """Key of the scheduler's state in the checkpoint, if the user chose one."""
@@ -81,7 +82,7 @@ class LoadRequest:
         exchange: str = Exchange.AUTO,
         verify: bool = False,
         progress: object = False,
-        experts: Experts | None = None,
+        placement: PlacementLike | None = None,
         **shared: Unpack[LoadArguments],
     ) -> LoadRequest:
         """The arguments on rank `rank` of `ranks`. `shared`: options that conversions also have. Raises UsageError."""
@@ -117,7 +118,7 @@ class LoadRequest:
                 verify=switch_parser("verify")(verify),
                 observer=choose_observer(progress, rank=rank),
             ),
-            experts=experts,
+            placement=placement,
         )
 
     @property
@@ -139,7 +140,7 @@ class LoadRequest:
             "exchange": self.carry.exchange,
             "memory": self.carry.memory,
             "verify": self.carry.verify,
-            "experts": self.experts,
+            "placement": self.placement,
         }
 
 
@@ -209,12 +210,12 @@ _SECONDS = 2.0
 
 
 def choose_observer(progress: object, *, rank: int) -> Observer | None:
-    """The observer of this rank, if any. Raises UsageError for anything else."""
-    if isinstance(progress, bool):
-        return Lines(sys.stderr) if progress and rank == 0 else None
-    if not isinstance(progress, Observer):
+    """The observer of this rank, which logs on rank 0; None if there is nothing to do. Raises UsageError."""
+    observer = Lines(sys.stderr) if progress is True and rank == 0 else progress
+    if not isinstance(observer, bool | Observer):
         raise UsageError(f"expected progress as True, False or an observer (begin, advance, end); got {progress!r}")
-    return progress
+    chosen = None if isinstance(observer, bool) else observer
+    return LoggedObserver(chosen) if rank == 0 else chosen
 
 
 class Lines:

@@ -1,4 +1,4 @@
-"""The scripts of docs/examples save and resume, on two ranks."""
+"""The scripts of docs/examples save and resume, on two ranks or more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 
 import ucp
 
-EXAMPLES = sorted((Path(__file__).resolve().parents[4] / "docs" / "examples").glob("save_*.py"))
+FOLDER = Path(__file__).resolve().parents[4] / "docs" / "examples"
+EXAMPLES = sorted(FOLDER.glob("save_*.py"))
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
@@ -28,3 +29,12 @@ def test_an_example_saves_and_resumes(script: Path, tmp_path: Path) -> None:
     index = ucp.inspect(tmp_path / "run")
     steps = {ucp.open(tmp_path / "run").read(name, state="step").item() for name in index.atoms}
     assert steps == {40}  # the optimizer went on from step 20
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_fsdp2_goes_on_with_the_losses_of_deepspeed(ranks: int) -> None:
+    """The script compares them itself, and fails if they differ."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launcher, str(FOLDER / "resume_in_fsdp2.py")], env=env, check=True, timeout=300, stdout=-1)
+    assert b"2.764925" in done.stdout

@@ -1,0 +1,222 @@
+"""Loads from the memory of ranks that are left: what comes from which rank, at which step, and what from storage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ucp
+from tests.unit.live.threads import ThreadRanks
+from tests.unit.live.threads import run as run_threads
+from ucp.core.index import Fragment, StateIndex
+from ucp.core.region import Box
+from ucp.core.target import full_slice
+from ucp.core.tensor import DType, TensorRef
+from ucp.errors import StaleError
+from ucp.live.exchange.carry import CarryOptions
+from ucp.live.exchange.memory import carry_with_memory, memory_path
+from ucp.live.parts import LoadItem
+
+EXPERTS, WIDTH = 6, 4
+BYTES = 3 * WIDTH * WIDTH * 4
+"""Of an expert: its weight and two moments."""
+
+
+def make_model(experts: list[int], step: int, *, scale: float = 1.0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A layer with these experts; every number says to which parameter and step it belongs."""
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict()])})
+    model["layers"][0]["router"] = nn.Linear(WIDTH, EXPERTS, bias=False)
+    model["layers"][0]["experts"] = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in experts)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1 / (step + 1))
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    params = [*zip(experts, model["layers"][0]["experts"].parameters(), strict=True)]
+    for expert, param in [(EXPERTS, model["layers"][0]["router"].weight), *params]:
+        nn.init.constant_(param, scale * (100 * expert + step))
+        optimizer.state[param]["step"].fill_(step)
+        for number, state in enumerate(("exp_avg", "exp_avg_sq")):
+            optimizer.state[param][state].fill_(scale * (10000 * (number + 1) + 100 * expert + step))
+    return model, optimizer
+
+
+def read_steps(model: nn.Module, optimizer: torch.optim.Optimizer, experts: list[int]) -> dict[int, int]:
+    """Expert (`EXPERTS`: the router) to the step that its weight and states are of."""
+    steps = {}
+    params = [*zip(experts, model["layers"][0]["experts"].parameters(), strict=True)]
+    for expert, param in [(EXPERTS, model["layers"][0]["router"].weight), *params]:
+        state = optimizer.state[param]
+        found = {int(param[0, 0].item()) - 100 * expert, int(state["step"].item())}
+        found |= {int(state["exp_avg"][0, 0].item()) - 10000 - 100 * expert}
+        found |= {int(state["exp_avg_sq"][-1, -1].item()) - 20000 - 100 * expert}
+        (steps[expert],) = found
+        assert bool((param == param[0, 0]).all())
+    return steps
+
+
+def placement_of(slots: list[list[int]]) -> dict[int, dict[int, list[int]]]:
+    """The experts of each rank, in increasing order, as `load_into` takes them."""
+    ranks: dict[int, list[int]] = {}
+    for rank, experts in enumerate(slots):
+        for expert in experts:
+            ranks.setdefault(expert, []).append(rank)
+    return {0: dict(sorted(ranks.items()))}
+
+
+SIX = [[0, 1], [1, 2], [2, 3], [3, 4], [4, 5], [0, 5]]
+
+
+def train(folder: Path, memories: list[ucp.Snapshots], steps: list[list[int]]) -> None:
+    """Six ranks save step 2, and take snapshots of the steps of each."""
+
+    def work(ranks: ThreadRanks) -> None:
+        topology, placement = "dp=6,ep=6", placement_of(SIX)
+        model, optimizer = make_model(SIX[ranks.rank], 2)
+        ucp.save(model, optimizer, topology, folder / "step2", step=2, chain=True, placement=placement,
+                 process_group=ranks)  # fmt: skip
+        for step in range(3, 6):
+            model, optimizer = make_model(SIX[ranks.rank], step)
+            if step in steps[ranks.rank]:  # a rank that is killed, or whose peer is, takes none
+                memories[ranks.rank].take(
+                    model, optimizer, topology, step=step, placement=placement, process_group=Alone(ranks)
+                )
+
+    assert run_threads(6, work) == [None] * 6
+
+
+class Alone:
+    """A rank that takes a snapshot without the others, as if all had answered what it says itself."""
+
+    def __init__(self, ranks: ThreadRanks) -> None:
+        self.rank, self.count, self.device = ranks.rank, ranks.count, ranks.device
+
+    def share(self, value: object) -> list[object]:
+        return [value] * self.count
+
+    def swap(self, parts: object) -> None: ...
+
+    def gather(self, *parts: object) -> None: ...
+
+
+def load(
+    folder: Path, memories: list[ucp.Snapshots], slots: list[list[int]], **options: object
+) -> list[tuple[dict[int, int], ucp.LoadReport] | Exception]:
+    """Steps of what each rank has after a load of all ranks, and its report."""
+
+    def work(ranks: ThreadRanks) -> tuple[dict[int, int], ucp.LoadReport]:
+        model, optimizer = make_model(slots[ranks.rank], 99)
+        count = len(slots)
+        report = ucp.load_into(
+            model, f"dp={count},ep={count}", folder, optimizer=optimizer, placement=placement_of(slots),
+            snapshots=memories[ranks.rank], process_group=ranks, **options,
+        )  # fmt: skip
+        assert {group["lr"] for group in optimizer.param_groups} == {1 / (report.step + 1)}
+        return read_steps(model, optimizer, slots[ranks.rank]), report
+
+    return run_threads(len(slots), work)
+
+
+def test_all_is_from_survivors_at_the_newest_step_that_all_have(tmp_path: Path) -> None:
+    memories = [ucp.Snapshots() for _ in range(6)]
+    train(tmp_path, memories, [[3, 4], [3, 4, 5], [3, 4, 5], [3, 4], [3, 4, 5], [3, 4]])
+    left = [0, 1, 3, 4]  # 2 and 5 are lost: every expert is left
+    slots = [[0, 1, 2], [1, 2, 5], [0, 3, 4], [3, 4, 5]]
+    results = load(tmp_path, [memories[rank] for rank in left], slots, verify=True)
+    for rank, (steps, report) in zip(left, results, strict=True):
+        new = slots[left.index(rank)]
+        assert steps == dict.fromkeys([*new, EXPERTS], 4)
+        assert report.step == 4
+        assert (report.nbytes_total, report.nbytes_wanted) == (0, 0)
+        assert report.nbytes_exchanged == BYTES * len(set(new) - set(SIX[rank]))
+        assert report.nbytes_memory == BYTES * (len(new) + EXPERTS / WIDTH)
+        assert report.unchecked == ()
+    assert all(
+        not isinstance(result, Exception)
+        for result in load(tmp_path, [memories[rank] for rank in left], slots, exact=True)
+    )
+
+
+def test_only_an_expert_that_no_rank_has_is_read_from_storage(tmp_path: Path) -> None:
+    memories = [ucp.Snapshots() for _ in range(6)]
+    train(tmp_path, memories, [[3, 4, 5]] * 6)
+    left = [0, 1, 4, 5]  # expert 3 was on 2 and 3
+    slots = [[0, 1, 3], [1, 2, 3], [2, 4, 5], [0, 4, 5]]
+    results = load(tmp_path, [memories[rank] for rank in left], slots)
+    for rank, (steps, report) in enumerate(results):
+        assert steps == {**dict.fromkeys([*slots[rank], EXPERTS], 5), **({3: 2} if 3 in slots[rank] else {})}
+        assert report.nbytes_wanted == report.nbytes_total == 2 * BYTES  # two ranks have it now
+        assert any("iteration 5" in note and "iteration 2" in note for note in report.notes)
+    refused = load(tmp_path, [memories[rank] for rank in left], slots, exact=True)
+    assert all(isinstance(error, StaleError) for error in refused)
+
+
+def test_a_new_process_gets_all_from_the_others(tmp_path: Path) -> None:
+    memories = [ucp.Snapshots() for _ in range(6)]
+    train(tmp_path, memories, [[4, 5]] * 6)
+    memories[2] = ucp.Snapshots()
+    for rank, (steps, report) in enumerate(load(tmp_path, memories, SIX)):
+        assert steps == dict.fromkeys([*SIX[rank], EXPERTS], 5)
+        assert report.nbytes_total == 0
+        assert (report.nbytes_exchanged > 0) is (rank == 2)
+
+
+def test_without_snapshots_of_one_step_experts_are_still_newer_than_storage(tmp_path: Path) -> None:
+    memories = [ucp.Snapshots() for _ in range(6)]
+    train(tmp_path, memories, [[3], [5], [5], [5], [5], [5]])
+    for rank, (steps, _) in enumerate(load(tmp_path, memories, SIX)):
+        assert steps == dict.fromkeys([*SIX[rank], EXPERTS], 5)
+
+
+def test_a_step_that_is_done_again_replaces_its_snapshot(tmp_path: Path) -> None:
+    memory = ucp.Snapshots()
+    for step, scale in ((3, 1.0), (4, 1.0), (5, 2.0), (5, 1.0)):
+        model, optimizer = make_model([*range(EXPERTS)], step, scale=scale)
+        memory.take(model, optimizer, "dp=1", step=step)
+    assert [kept.step for kept in memory._kept] == [4, 5]
+    ucp.save(model, optimizer, "dp=1", tmp_path / "step5", step=5)
+    nn.init.zeros_(model["layers"][0]["router"].weight)  # what was copied stays
+    model, optimizer = make_model([*range(EXPERTS)], 99)
+    report = ucp.load_into(model, "dp=1", tmp_path / "step5", optimizer=optimizer, snapshots=memory)
+    assert set(read_steps(model, optimizer, [*range(EXPERTS)]).values()) == {5}
+    assert (report.nbytes_read, report.nbytes_exchanged) == (0, 0)
+
+
+@pytest.mark.parametrize("memory", [64, 1 << 20])
+def test_boxes_are_sent_in_rounds_by_the_ranks_that_send_least(memory: int) -> None:
+    """Ranks 0 and 1 have eight boxes of a tensor, rank 2 needs all of it, and rank 3 nothing."""
+    reads: list[list[int]] = [[], [], [], []]
+
+    class Boxes:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def overlay(self, index: object, ranks: object, *, exact: bool) -> None: ...
+
+        def read(self, offset: int) -> bytes:
+            reads[self.rank].append(offset)
+            return bytes(range(offset, offset + 16))
+
+    def work(ranks: ThreadRanks) -> tuple[list[int], int]:
+        items, tensors = [], []
+        for start in range(8 if ranks.rank == 2 else 0):
+            fragments = []
+            for owner in (0, 1):
+                ref = TensorRef(
+                    path=memory_path(owner), offset=16 * start, dtype=DType.UINT8, shape=(16,), strides=(1,)
+                )
+                fragments.append(Fragment(box=Box((0,), (16,)), ref=ref, replica=owner))
+            state = StateIndex(dtype=DType.UINT8, global_shape=(16,), fragments=tuple(fragments))
+            slice_ = full_slice(f"w{start}", "weight", state)
+            items.append(LoadItem(name=f"w{start}", slice=slice_, source=state))
+            tensors.append(torch.zeros(16, dtype=torch.uint8))
+        options = CarryOptions(memory=memory)
+        traffic = carry_with_memory(items, tensors, ranks, options, Boxes(ranks.rank))  # type: ignore[arg-type]
+        assert traffic.peak_nbytes <= memory // 2  # a round, of bytes received and sent
+        return [byte for tensor in tensors for byte in tensor.tolist()], traffic.exchanged_nbytes
+
+    results = run_threads(4, work)
+    assert results[2] == ([*range(128)], 128)
+    assert [len(offsets) for offsets in reads] == [4, 4, 0, 0]
