@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import ucp
+from tests.unit.live.cluster import Place, Saved, Sizes, local, module
 from tests.unit.live.threads import ThreadRanks
 from tests.unit.live.threads import run as run_threads
 from ucp.core.index import Fragment, StateIndex
@@ -182,6 +183,54 @@ def test_a_step_that_is_done_again_replaces_its_snapshot(tmp_path: Path) -> None
     report = ucp.load_into(model, "dp=1", tmp_path / "step5", optimizer=optimizer, snapshots=memory)
     assert set(read_steps(model, optimizer, [*range(EXPERTS)]).values()) == {5}
     assert (report.nbytes_read, report.nbytes_exchanged) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("before", "left", "after"),
+    [
+        ("dp=2,tp=2", [0, 3], "tp=2"),
+        ("dp=2,tp=2", [2, 1], "dp=2"),
+        ("dp=2,tp=2", [0, None, 2, 3], "dp=2,tp=2"),
+        ("dp=2,pp=2", [1, 2], "dp=2"),
+        ("dp=2,tp=2,ep=2", [0, 1, 2, 3], "tp=2,pp=2"),
+    ],
+)
+def test_survivors_load_at_another_topology(before: str, left: list[int | None], after: str, tmp_path: Path) -> None:
+    saved = Saved(tmp_path / "saved", Sizes(layers=2))
+    memories: dict[int | None, ucp.Snapshots] = {rank: ucp.Snapshots() for rank in range(4)}
+
+    def take(ranks: ThreadRanks) -> None:
+        model, optimizer = load_saved(saved, before, ranks)
+        memories[ranks.rank].take(model, optimizer, before, step=9, like=saved.path, process_group=ranks)
+
+    def go_on(ranks: ThreadRanks) -> ucp.LoadReport:
+        snapshots = memories.get(left[ranks.rank], ucp.Snapshots())
+        model, optimizer, report = make_and_load(saved, after, ranks, snapshots=snapshots)
+        path = tmp_path / "again"
+        ucp.save(model, optimizer, after, path, step=9, like=saved.path, process_group=ranks)
+        return report
+
+    assert run_threads(4, take) == [None] * 4
+    for report in run_threads(len(left), go_on):
+        assert (report.nbytes_total, report.step) == (0, 9)
+    difference = ucp.diff(saved.path, tmp_path / "again")
+    assert difference.equal, difference
+
+
+def load_saved(saved: Saved, topology: str, ranks: ThreadRanks) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """This rank's part of what was saved."""
+    return make_and_load(saved, topology, ranks)[:2]
+
+
+def make_and_load(
+    saved: Saved, topology: str, ranks: ThreadRanks, **options: object
+) -> tuple[nn.Module, torch.optim.Optimizer, ucp.LoadReport]:
+    """A new model and optimizer of this rank, loaded, and the report."""
+    (held,) = local(saved, Place(ucp.Topology.parse(topology), ranks.rank))
+    model = module({name: states["weight"].shape for name, (_, states) in held.items()})
+    optimizer = torch.optim.AdamW(model.parameters())
+    report = ucp.load_into(model, topology, saved.path, optimizer=optimizer, process_group=ranks, **options)
+    return model, optimizer, report
 
 
 @pytest.mark.parametrize("memory", [64, 1 << 20])
