@@ -122,7 +122,7 @@ def plan_migration(
     node_of = _assign(present, wanted)
     order = sorted(range(len(wanted)), key=lambda node: node_of.get(node, len(survivors) + node))
     layers = {
-        layer: tuple(expert for node in order for expert in after.experts_of(layer=layer, node=node))
+        layer: tuple(expert for node in order for expert in after.slots_of(layer=layer, node=node))
         for layer in after.layers
     }
     nodes = tuple(survivors[node_of[node]] if node in node_of else None for node in order)

@@ -198,16 +198,50 @@ def test_every_form_reads_back(placement: Placement) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for form in FORMS:
             path = Path(folder) / form
+            doubled = any(len({*e}) < len(e) for ranks in placement.experts_by_rank.values() for e in ranks)
+            if form == "deepspeed" and doubled:  # it holds an expert once on each rank
+                with pytest.raises(UsageError):
+                    write_placement(placement, path, form)
+                continue
             write_placement(placement, path, form)
             rows = {"nodes": cluster.nodes, "gpus": cluster.gpus}
             assert read_placement(path, form, **rows, moe_layers=placement.layers).layers == placement.layers
-            layers = read_placement(path, form, **rows).layers
+            layers = read_placement(path, **rows).layers
             expected = list(placement.layers.values())
             if form == "sglang":  # lists all layers, dense ones too
                 assert [layers[layer] for layer in placement.layers] == expected
             else:
                 assert list(layers.values()) == expected
                 assert form == "vllm" or layers.keys() == placement.layers.keys()
+
+
+@given(st.data())
+def test_unequal_ranks_are_kept_by_the_forms_that_list_them(data: st.DataObject) -> None:
+    """And refused by those that list slots alone. No form is taken for another one."""
+    import tempfile
+
+    nodes, count = data.draw(st.integers(2, 4)), data.draw(st.integers(2, 6))
+    owners = [data.draw(st.sets(st.integers(0, nodes - 1), min_size=1)) for _ in range(count)]
+    ranks = tuple(tuple(e for e in range(count) if rank in owners[e]) for rank in range(nodes))
+    placement = Placement.of_ranks({2: ranks}, nodes=nodes)
+    is_uneven = len({*map(len, ranks)}) > 1
+    with tempfile.TemporaryDirectory() as folder:
+        for form in FORMS:
+            path = Path(folder) / form
+            if is_uneven and form not in ("ascend", "deepspeed"):
+                with pytest.raises(UsageError):
+                    write_placement(placement, path, form)
+                continue
+            write_placement(placement, path, form)
+            again = read_placement(path, nodes=nodes, moe_layers=[2])
+            assert again.experts_by_rank == {2: ranks} == placement.experts_by_rank
+
+
+def test_lists_of_tensorrt_llm_may_be_in_lines(tmp_path: Path) -> None:
+    text = "num_slots: 4\ninitial_global_assignments:\n  3:\n  - 0\n  - 1\n  - 1\n  - 0\n  4: [1, 0,\n    0, 1]\n"
+    (tmp_path / "p").write_text(text)
+    found = read_placement(tmp_path / "p", nodes=2)
+    assert found.layers == {3: (0, 1, 1, 0), 4: (1, 0, 0, 1)}
 
 
 def test_forms_are_those_of_the_engines(tmp_path: Path) -> None:
