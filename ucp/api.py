@@ -30,10 +30,10 @@ from ucp.conversion.destination.disk import is_begun
 from ucp.conversion.option import switch_parser, type_path
 from ucp.conversion.options import ConvertOptions, make_options
 from ucp.conversion.plan_report import PlanReport, preview
-from ucp.conversion.prepare import SilentObserver
 from ucp.core.index import Index
 from ucp.errors import UsageError
 from ucp.io.folder import is_url, parse_path
+from ucp.log import LoggedObserver, log_report
 from ucp.source.moments import describe_zero_moments, detect_first_step
 from ucp.source.read import Survey, add_doubts, index_of, pause_gc, read_index, survey
 
@@ -304,7 +304,9 @@ def convert(
     """
     from ucp.conversion.convert import carry_out
 
-    return carry_out(parse_path(src), parse_path(dst), make_options(**options), _check_observer(observer))
+    report = carry_out(parse_path(src), parse_path(dst), make_options(**options), _check_observer(observer))
+    log_report(report)
+    return report
 
 
 def is_unfinished(dst: type_path) -> bool:
@@ -313,10 +315,10 @@ def is_unfinished(dst: type_path) -> bool:
 
 
 def _check_observer(observer: Observer | None) -> Observer:
-    """The observer, or a silent one. Raises UsageError for anything else."""
+    """An observer that also logs. Raises UsageError for anything that is no observer."""
     if not isinstance(observer, Observer | None):
         raise UsageError(f"expected an observer (begin, advance, end) or None; got {observer!r}")
-    return SilentObserver() if observer is None else observer
+    return LoggedObserver(observer)
 
 
 def _threads(options: ConvertOptions, paths: Iterable[type_path | None]) -> int:
@@ -351,7 +353,7 @@ def verify(
     from ucp.checks.verify import verify_checkpoint
 
     checked = make_options(**options)
-    return verify_checkpoint(
+    report = verify_checkpoint(
         parse_path(path),
         against=None if against is None else parse_path(against),
         names=checked.selection,
@@ -360,6 +362,8 @@ def verify(
         threads=_threads(checked, (path, against)),
         observer=_check_observer(observer),
     )
+    log_report(report)
+    return report
 
 
 @takes_options(CompareArguments)
