@@ -163,11 +163,11 @@ def balance_nodes(
         share = shares[expert]
 
         def peak_of(place: tuple[tuple[int, int], ...]) -> float:
-            return max(tokens[node] + count * share for node, count in place)
+            return max(tokens[node] + count * share for node, count in place)  # noqa: B023  # called at once
 
         def cost_of(place: tuple[tuple[int, int], ...]) -> tuple[float, int, float]:
             peak = peak_of(place)
-            return max(peak, limit), lacking(expert, place), peak
+            return max(peak, limit), lacking(expert, place), peak  # noqa: B023
 
         chosen = min(candidates, key=cost_of if present else peak_of)
         candidates[chosen] -= 1
