@@ -80,6 +80,13 @@ def parse_loads_of_tasks(text: str) -> tuple[float, ...]:
     "--bandwidth", type=parse_memory_option, metavar="N", help="With --from: bytes a second of a node, such as 25GB."
 )
 @click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0),
+    metavar="SHARE",
+    help="With --from: let experts exchange slots, so that fewer move, if the busiest GPU gets at most this share more "
+    "tokens, such as 0.05; survival stays what it is.",
+)
+@click.option(
     "--tasks", type=parse_loads_of_tasks, metavar="X:X", help="Instead of experts: loads of tasks that share --gpus."
 )
 @as_json
@@ -99,6 +106,7 @@ def command(
     from_nodes: int | None,
     checkpoint: Path | None,
     bandwidth: int | None,
+    tolerance: float | None,
     tasks: tuple[float, ...] | None,
     as_json: bool,
 ) -> None:
@@ -124,15 +132,17 @@ def command(
         raise UsageError("expected --loads, --nodes and --slots for experts, or --tasks and --gpus alone")
     if out is not None and form is None:
         raise UsageError(f"expected --form with --out; one of {', '.join(FORMS)}")
-    if previous is None and (lost or from_nodes or checkpoint or bandwidth):
-        raise UsageError("--lost, --from-nodes, --checkpoint and --bandwidth are only used with --from")
+    if previous is None and (lost or from_nodes or checkpoint or bandwidth or tolerance is not None):
+        raise UsageError("--lost, --from-nodes, --checkpoint, --bandwidth and --tolerance are only used with --from")
     if plot is not None:
         check_plot(plot)
     placement, migration = api.place(loads, nodes=nodes, gpus=gpus, slots=slots, threshold=threshold, goal=goal), None
     if previous is not None:
         count = from_nodes or nodes + len(set(lost or ()))
         before = read_placement(previous, nodes=count, gpus=gpus, moe_layers=placement.layers)
-        migration = api.migrate(before, placement, lost=lost or (), checkpoint=checkpoint, bandwidth=bandwidth)
+        migration = api.migrate(
+            before, placement, lost=lost or (), checkpoint=checkpoint, bandwidth=bandwidth, tolerance=tolerance
+        )
         placement = migration.placement
     if out is not None and form is not None:
         write_placement(placement, out, form)
