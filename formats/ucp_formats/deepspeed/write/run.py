@@ -68,12 +68,13 @@ class AtomDraft(FileDraft):
         cuts: Mapping[str, TensorLayout] | None = None,
         coords: Mapping[str, int] | None = None,
         *,
+        axis: str = "tp",
         known_from: str = "",
     ) -> None:
         """`index`: the source, with the shapes that this file holds.
 
-        `cuts`: layouts of tensors that are split over tensor-parallel or expert-parallel ranks; `known_from`: where
-        these layouts come from. `coords`: the rank on these axes that the file is for.
+        `cuts`: layouts of tensors that are split over the ranks of an axis; `known_from`: where these layouts come
+        from. `coords`: the rank on these axes that the file is for.
         """
         super().__init__(path)
         self._index = index
@@ -132,7 +133,7 @@ class AtomDraft(FileDraft):
         return self.add_tensor(dtype, (numel,), parts)
 
     def _layout(self, param: str, *flat: AxisLayout) -> Layout:
-        """How a parameter is split over tp or ep; then `flat` splits the rank's part in row-major order."""
+        """How a parameter is split over its axis; then `flat` splits the rank's part in row-major order."""
         cut = self._cuts.get(param)
         known_from = "" if cut is None else cut.known_from or self._known_from
         return _one_layout(() if cut is None else (AxisLayout(cut.axis, cut.parts, cut.pattern, known_from),), flat)
@@ -141,7 +142,7 @@ class AtomDraft(FileDraft):
         """The part of a parameter that data-parallel rank `rank` holds."""
         cut = self._cuts.get(param)
         shape = self._index.atoms[param].global_shape if cut is None else cut.global_shape
-        return locate_shard(layout, shape, coords={**self._coords, "dp": rank})
+        return locate_shard(layout, shape, coords={**self._coords, **{axis.axis: rank for axis in layout.flat}})
 
 
 @lru_cache(maxsize=1 << 14)
@@ -208,13 +209,18 @@ class RunFacts:
     ep_rank: int = 0
     """Expert-parallel rank whose files are planned."""
     cuts: Mapping[str, TensorLayout] = field(default_factory=dict)
-    """Layouts of tensors that are split over tensor-parallel ranks, or over expert-parallel ones."""
+    """Layouts of tensors that are split over tensor-parallel ranks, over expert-parallel ones, or over data-parallel
+    ones (parameters of which each trains a part)."""
     stacks: ExpertStacks = field(default_factory=ExpertStacks)
     """Experts that AutoEP stacks: as in the source, or as the target's ranks hold them."""
 
-    def draft(self, path: str) -> AtomDraft:
-        """A new file of model-parallel rank `mp` and expert-parallel rank `ep_rank`."""
-        coords = {"tp": self.mp % self.tp, "ep": self.ep_rank}
+    def has_parts(self, param: str) -> bool:
+        """Whether every data-parallel rank trains a part of a parameter."""
+        return param in self.cuts and self.cuts[param].axis == "dp"
+
+    def draft(self, path: str, rank: int = 0) -> AtomDraft:
+        """A new file of model-parallel rank `mp`, expert-parallel rank `ep_rank` and data-parallel rank `rank`."""
+        coords = {"tp": self.mp % self.tp, "ep": self.ep_rank, "dp": rank}
         return AtomDraft(path, self.index, self.cuts, coords, known_from=self.tp_known_from)
 
     @property
