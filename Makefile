@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 # The CPU build; a plain "torch" would pull gigabytes of CUDA packages.
 TORCH := torch==2.13.0
 DEEPSPEED := deepspeed==0.19.8
-RAY := ray==2.60.0
+RAY := ray[train]==2.60.0
 TRANSFORMERS := transformers==5.23.0
 ACCELERATE := accelerate==1.15.0
 LIGHTNING := lightning==2.6.6

@@ -34,6 +34,7 @@ from ucp.live.resume.beside import ResumeOptions, ResumePlan, plan_resume
 from ucp.live.run.ranks import Ranks, find_ranks, run_together
 from ucp.live.run.request import LoadRequest
 from ucp.live.run.shared_index import read_once
+from ucp.log import log_report
 from ucp.source.read import index_of, pause_gc, read_with_options
 
 if TYPE_CHECKING:
@@ -186,7 +187,9 @@ def load_into(
         dtype=request.dtype,
         masters=masters,
     )
-    return load_index(live, request, resume_options, objects, clock=clock)[1]
+    report = load_index(live, request, resume_options, objects, clock=clock)[1]
+    log_report(report, rank=ranks.rank)
+    return report
 
 
 def load_index(

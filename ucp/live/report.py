@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from ucp.core.index import WEIGHT
 from ucp.core.tensor import TensorRef
 from ucp.core.text.page import Page, Report, facts, lines
 from ucp.core.text.units import count_text, nbytes_text, rate_text, seconds_text
 from ucp.errors import format_count
+from ucp.live.checkpoint import Checkpoint
 from ucp.live.exchange.carry import Traffic
 from ucp.live.exchange.memory import is_memory
 from ucp.live.match.decide import Decision
@@ -68,11 +69,13 @@ class LoadReport(Report):
     carried: Mapping[str, object]
     """What `rank_extras` gave to this rank, with tensors read: RNG states, already set, and values that you set."""
     extras: tuple[str, ...]
-    """What else the checkpoint holds (client state, ...) and was not used: `ucp.open(path).extra(name)`."""
+    """What else the checkpoint holds (client state, ...) and was not used: `.saved.extra(name)`."""
     notes: tuple[str, ...]
     """What was assumed, inferred or changed."""
     dropped: tuple[str, ...]
     """What the checkpoint holds and was not loaded, with the reasons."""
+    saved: Checkpoint = field(repr=False, compare=False)
+    """The checkpoint without its parameters, so that no rank opens it again: `report.saved.extra("client_state")`."""
 
     @property
     def seconds(self) -> float:
@@ -86,7 +89,7 @@ class LoadReport(Report):
 
     def as_dict(self) -> dict[str, object]:
         """Everything as JSON values; of `carried` only the names."""
-        fields = {key: getattr(self, key) for key in self.__dataclass_fields__}
+        fields = {key: getattr(self, key) for key in self.__dataclass_fields__ if key != "saved"}
         plain = {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
         rates = {"seconds": self.seconds, "gigabytes_per_second": self.gigabytes_per_second}
         return {**plain, "stages": dict(self.stages), "carried": list(self.carried), **rates}
@@ -173,4 +176,5 @@ def make_report(decision: Decision, resume: ResumePlan, traffic: Traffic, stages
         extras=resume.ignored,
         notes=(*index.notes, *findings.notes),
         dropped=(*index.dropped, *resume.dropped, *not_loaded),
+        saved=Checkpoint(replace(index, atoms={}, aliases={}, records=())),
     )

@@ -17,6 +17,7 @@ from pathlib import Path
 from ucp.core.index import Extra
 from ucp.errors import DestinationError, UcpError, UsageError
 from ucp.live.run.ranks import Ranks, run_together
+from ucp.log import LOGGER
 from ucp.saving.chain import add_link, collect_links
 from ucp.saving.commit import SavedRun, commit, growing_folder
 from ucp.saving.holdings import Holding, copy_to_host
@@ -72,6 +73,7 @@ class SaveJob:
     def finish(self) -> None:
         """Make the store whole, once all shares are written. On rank 0."""
         commit(self.folder, self.run, self.ranks)
+        LOGGER.info("save: %s, step %s", self.folder, self.run.step)
         if self.is_link:
             add_link(self.folder, self.run.step)
         if self.keep is not None:

@@ -43,8 +43,8 @@ class Memory(Protocol):
     def overlay(self, index: Index, ranks: Ranks, *, exact: bool) -> Index:
         """`index`, with newer parameters from the memory of all ranks. Collective."""
 
-    def read(self, offset: int) -> bytes:
-        """The elements of the box at `offset` of this rank's memory, in row-major order."""
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """The elements of a box, which begin at `offset` of this rank's memory, in row-major order."""
 
 
 def memory_path(rank: int) -> str:
@@ -80,7 +80,7 @@ def carry_with_memory(
 
     `memory`: of this rank; None if no rank has items in memory.
     """
-    in_memory = [number for number, item in enumerate(items) if any(map(_is_kept, item.source.fragments))]
+    in_memory = [number for number, item in enumerate(items) if any(map(_is_in_memory, item.source.fragments))]
     others = sorted({*range(len(items))} - {*in_memory})
     traffic = carry([items[number] for number in others], [into[number] for number in others], ranks, options)
     if memory is None:
@@ -106,7 +106,7 @@ def carry_with_memory(
     return traffic
 
 
-def _is_kept(fragment: Fragment) -> bool:
+def _is_in_memory(fragment: Fragment) -> bool:
     return is_memory(fragment.path)
 
 
@@ -175,7 +175,10 @@ def _swap(
     parts = run_together(
         ranks,
         lambda: [
-            _pack(memory.read(dict(request.copies)[ranks.rank]) for request in sent[number, ranks.rank, peer])
+            _pack(
+                memory.read(dict(request.copies)[ranks.rank], request.nbytes)
+                for request in sent[number, ranks.rank, peer]
+            )
             for peer in peers
         ],
     )
@@ -203,7 +206,7 @@ def _resolve(items: Iterable[LoadItem], received: Mapping[_Copies, bytes], memor
         fragments = []
         for box, copies in _list_boxes(item).items():
             offset = dict(copies).get(rank)
-            data = received[copies] if offset is None else memory.read(offset)
+            data = received[copies] if offset is None else memory.read(offset, _nbytes_of(item, box))
             ref = InlineTensor(data=data, dtype=item.source.dtype, shape=box.sizes)
             fragments.append(Fragment(box=box, ref=ref))
         resolved.append(replace(item, source=replace(item.source, fragments=tuple(fragments))))
