@@ -1,4 +1,4 @@
-# make demo | test | check | registry | fuzz | slice | integration | dist | bench | bench-scale: each installs what it needs into .venv first.
+# make demo | test | check | registry | fuzz | slice | integration | dist | docs | bench | bench-scale: each installs what it needs into .venv first.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -13,7 +13,7 @@ LIGHTNING := lightning==2.6.6
 TORCHTITAN := torchtitan==0.3.0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint check registry fuzz slice integration dist bench bench-scale mcore clean
+.PHONY: demo test lint check registry fuzz slice integration dist docs bench bench-scale mcore clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -100,6 +100,15 @@ dist: $(VENV)/.installed-dist
 	$(BIN)/python -m build
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python -m pytest -m integration -p no:xdist -q tests/integration/conversion/test_wheel.py
+
+# The site in .site/, every link and anchor inside it checked, and the spelling and words of every page. To publish a version: .venv/bin/mike deploy 0.2 latest
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/codespell --ignore-words-list te --dictionary - --dictionary docs/words.txt --skip docs/changes,docs/images,docs/words.txt,*.svg,*.json docs *.md
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP) --editable ".[docs]"
+	touch $@
 
 # Releases of megatron-core, unpacked side by side; tests that need one fetch it themselves.
 mcore: $(VENV)/.installed-dev

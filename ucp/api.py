@@ -163,7 +163,7 @@ def place(
     Parameters
     ----------
     loads
-        Tokens of each expert: {layer: [experts]}, [layers][experts], the report of `ucp.experts`, or a file or
+        Tokens of each expert: `{layer: [experts]}`, `[layers][experts]`, the report of `ucp.experts`, or a file or
         checkpoint (`ucp.placement.loads`).
     nodes, gpus, slots
         Nodes, GPUs of a node, and experts of a layer that fit on a GPU.

@@ -15,6 +15,7 @@ from ucp.conversion.option import Option, parse_iteration, parse_memory, parse_s
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
 from ucp.io.folder import parse_path
+from ucp_cli.pages.web.write import check_page
 
 F = TypeVar("F", bound=Callable[..., object])
 T = TypeVar("T")
@@ -161,6 +162,23 @@ def _option(option: Option, arguments: type[SourceArguments]) -> Callable[[F], F
 def as_json(command: F) -> F:
     """Add --json, passed as `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help="Print a JSON document instead of text.")(command)
+
+
+def as_html(command: F) -> F:
+    """Add --html, passed as `html`."""
+
+    def check(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+        if value is not None:
+            check_page(value)
+        return value
+
+    return click.option(
+        "--html",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        callback=check,
+        help="Also write a page for a browser: one file that loads nothing from a network.",
+    )(command)
 
 
 def progress(command: F) -> F:

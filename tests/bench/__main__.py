@@ -27,6 +27,7 @@ from tests.bench.measure import Sample, run
 from tests.bench.report import Row, write_report
 from tests.bench.rivals.contest import beside_dcp, beside_deepspeed
 from tests.bench.sources import SOURCES, Source
+from tests.bench.streaming import contest
 
 REPEATS = 5
 LIVE = {
@@ -38,6 +39,7 @@ LIVE = {
     "chain": links.main,
     "deltas": fold.main,
     "experts": experts.main,
+    "stream": contest.main,
 }
 """Cases that print what they measure, and write no report; only where asked for."""
 

@@ -5,7 +5,7 @@ from ucp_patterns.chunk import Chunk
 from ucp_patterns.cut import Cut
 from ucp_patterns.partial import Partial
 from ucp_patterns.partition import Partition
-from ucp_patterns.pieces import Pieces
+from ucp_patterns.pieces import Indexes, Pieces
 from ucp_patterns.replicate import Replicate
 from ucp_patterns.shard import Shard
 from ucp_patterns.strided import Strided
@@ -169,6 +169,25 @@ class TestPieces(PatternContract):
     def test_a_pair_of_boxes_of_other_sizes_is_refused(self):
         with pytest.raises(ValueError, match=r"got \[0:3\], \[0:2\]"):
             Pieces(((RegionPair(Box((0,), (3,)), Box((0,), (2,))),),))
+
+
+class TestIndexes(PatternContract):
+    """Experts in an order of their own, with replicas on several ranks and on one, and a rank without any."""
+
+    cases = (
+        (Indexes(((0, 1), (2, 3))), (4, 2, 3), 2),
+        (Indexes(((3, 0), (), (1, 2, 0))), (4, 2), 3),
+        (Indexes(((1, 1), (0, 1), (0, 2))), (3,), 3),
+    )
+
+    def test_adjacent_slots_are_one_box(self):
+        assert [len(Indexes(((0, 1, 2), (2, 1, 0))).regions((3, 2), 2, part)) for part in (0, 1)] == [1, 3]
+        assert [pair.copy for pair in Indexes(((1, 1), (0, 1))).regions((2,), 2, 1)] == [0, 2]
+
+    @pytest.mark.parametrize(("held", "shape", "parts"), [(((0,),), (2,), 2), (((2,),), (2,), 1)])
+    def test_what_does_not_fit_is_refused(self, held, shape, parts):
+        with pytest.raises(ValueError, match=rf"\({len(held[0])}\) .* \[2\] on {parts} "):
+            Indexes(held).regions(shape, parts, 0)
 
 
 class TestChunk(PatternContract):

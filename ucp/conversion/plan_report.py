@@ -18,6 +18,7 @@ from ucp.conversion.destination.disk import open_destination
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.prepare import Prepared, prepare
 from ucp.core.index import Index
+from ucp.core.layout import Layout
 from ucp.core.text.overview import layout_lines, source_facts
 from ucp.core.text.page import Page, Report, Section, facts, lines
 from ucp.core.text.units import nbytes_text, seconds_text
@@ -95,6 +96,8 @@ class PlanReport(ConversionReport):
     """Layout over the run that saved them: for each axis its degree, the pattern, and the source of that knowledge."""
     target_layout: tuple[str, ...] = ()
     """Layout over the run that loads them; empty if every file holds full tensors."""
+    layouts: Mapping[tuple[str, str], Layout] = field(default_factory=dict, repr=False)
+    """(parameter, state) to its layout over the ranks of the target; without states that every file holds in full."""
     scratch: str = ""
     """Folder on this machine where files are written before they are uploaded; empty if none are."""
     scratch_bytes: int = 0
@@ -160,6 +163,7 @@ def preview(src: Path, options: ConvertOptions, dst: Path | None = None) -> Plan
         index_bytes=prepared.index_bytes,
         source_layout=layout_lines(layout for atom in index.atoms.values() for layout in atom.layouts()),
         target_layout=layout_lines((param, state, layout) for (param, state), layout in target.layouts.items()),
+        layouts=target.layouts,
         scratch=str(destination.root) if destination is not None and destination.upload_memory else "",
         scratch_bytes=scratch_bytes,
     )

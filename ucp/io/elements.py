@@ -12,6 +12,7 @@ numpy and ml_dtypes (bfloat16, float8) are imported on first use, so that plain 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -135,6 +136,8 @@ class Difference(NamedTuple):
     """Row-major position of the first of them."""
     largest: float
     """Largest absolute difference of value; NaN if one of the two is NaN."""
+    norm: float
+    """Euclidean norm of the difference."""
 
 
 def differing(a: NDArray[Any], b: NDArray[Any]) -> Difference | None:
@@ -153,13 +156,18 @@ def differing(a: NDArray[Any], b: NDArray[Any]) -> Difference | None:
         where = np.flatnonzero(one.view(raw) != other.view(raw))
         if where.size:
             with np.errstate(invalid="ignore", over="ignore"):
-                largest = float(np.max(np.abs(one[where].astype(wide) - other[where].astype(wide))))
-            differences.append(Difference(numel=int(where.size), first=low + int(where[0]), largest=largest))
+                gaps = np.abs(one[where].astype(wide) - other[where].astype(wide))
+                largest, norm = float(np.max(gaps)), float(np.linalg.norm(gaps))
+            first = low + int(where[0])
+            differences.append(Difference(numel=int(where.size), first=first, largest=largest, norm=norm))
     if not differences:
         return None
     largest = float(np.max([difference.largest for difference in differences]))  # NaN stays NaN
     return Difference(
-        numel=sum(difference.numel for difference in differences), first=differences[0].first, largest=largest
+        numel=sum(difference.numel for difference in differences),
+        first=differences[0].first,
+        largest=largest,
+        norm=math.hypot(*(difference.norm for difference in differences)),
     )
 
 

@@ -25,7 +25,7 @@ from ucp.live.match.decide import Decision, check_agreement, decide, find_used_a
 from ucp.live.match.names import rename_to_model, reorder_to_optimizer
 from ucp.live.model.describe import describe_run
 from ucp.live.model.meta import find_device
-from ucp.live.model.parallel.experts import Experts
+from ucp.live.model.parallel.experts import PlacementLike
 from ucp.live.model.parallel.numbering import strip_chunks
 from ucp.live.model.parallel.place import place_run, trim_padding
 from ucp.live.optimizer.torch_optimizer import unwrap_optimizer
@@ -70,7 +70,7 @@ def load_into(
     exchange: Literal["auto", "always", "never"] = "auto",
     verify: bool = False,
     progress: bool | Observer = False,
-    experts: Experts | None = None,
+    placement: PlacementLike | None = None,
     snapshots: Memory | None = None,
     **options: Unpack[LoadArguments],
 ) -> LoadReport:
@@ -133,10 +133,10 @@ def load_into(
         Checksums that the checkpoint records are compared in any case; `LoadReport.unchecked` lists files without.
     progress
         True for lines on rank 0's standard error, or an observer (`ucp.contract.protocols.Observer`).
-    experts
-        Which expert-parallel ranks hold which experts, if they are not assigned in order: {expert: ranks}, or
-        {layer: {expert: ranks}}; or a placement (`ucp.place`), whose GPUs are the ranks. A rank that is listed twice
-        for an expert holds two replicas of it. A rank holds its experts in the order of the map, or of its slots.
+    placement
+        Which expert-parallel ranks hold which experts, if they are not assigned in order: a placement (`ucp.place`),
+        whose GPUs are the ranks; {expert: ranks}; or {layer: {expert: ranks}}. A rank that is listed twice for an
+        expert holds two replicas of it. A rank holds its experts in the order of its slots, or of the dict.
     snapshots
         `ucp.Snapshots` of this rank, if the checkpoint is a chain that `ucp.save` wrote with them: experts that ranks
         still have in memory are loaded if they are newer, the rest is of the newest link. The report lists both
@@ -176,7 +176,7 @@ def load_into(
             exchange=exchange,
             verify=verify,
             progress=progress,
-            experts=experts,
+            placement=placement,
             **options,
         ),
     )
@@ -257,7 +257,7 @@ def decide_load(
     run = run_together(ranks, lambda: describe_run(live))
     index, hints = (saved, ()) if is_given else rename_to_model(saved, strip_chunks(run.model), request.names, ranks)
     run = place_run(
-        run, index, request.mesh, ranks, options=source, rename=request.options.rename, experts=request.experts
+        run, index, request.mesh, ranks, options=source, rename=request.options.rename, placement=request.placement
     )
     if index is saved:  # names of parameters are those of the checkpoint
         index = reorder_to_optimizer(index, request.path, run, request.names, ranks)

@@ -18,20 +18,18 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
 
-from msgspec import Meta, Struct, to_builtins
+from msgspec import Struct, to_builtins
 
 from ucp.errors import MalformedError, UsageError, format_count, nearest
 from ucp.io.json_text import Natural, NotJson, decode
 from ucp.io.writing import replace_file
+from ucp.placement.descriptor import ExpertPlacement, Version1
 from ucp.placement.placement import Cluster, Placement
 from ucp.store.manifest import read_text
 
 Layers = dict[int, tuple[int, ...]]
 """Number of a layer to the expert in each slot."""
-One = Annotated[int, Meta(ge=1, le=1)]
-"""A version that is 1."""
 
 
 class _Device(Struct, frozen=True):
@@ -50,35 +48,13 @@ class _Ascend(Struct, frozen=True):
     layer_list: tuple[_AscendLayer, ...]
 
 
-class RankExperts(Struct, frozen=True):
-    """Experts of one expert-parallel rank."""
-
-    rank: Natural
-    """The rank."""
-    experts: tuple[Natural, ...]
-    """Numbers of its experts in the order in which it stores them."""
-
-
-class ExpertPlacement(Struct, frozen=True):
-    """`expert_placement` of an entry of DeepSpeed's `ds_autoep_layers` (DeepSpeed#8544)."""
-
-    version: One
-    """1."""
-    num_experts: Natural
-    """Experts of the layer."""
-    ep_size: Natural
-    """Expert-parallel ranks."""
-    ranks: tuple[RankExperts, ...]
-    """Every rank once; an expert on several ranks has replicas."""
-
-
 class _Sglang(Struct, frozen=True):
     physical_to_logical_map: tuple[tuple[Natural, ...], ...]
 
 
 class _Eplb(Struct, frozen=True):
     record_type: str
-    version: One
+    version: Version1
     num_redundant_experts: Natural
     num_slots: Natural
     initial_global_assignments: dict[int, tuple[Natural, ...]]
@@ -117,13 +93,7 @@ def read_placement(
 
 def to_expert_placement(placement: Placement, layer: int) -> ExpertPlacement:
     """What DeepSpeed records of a layer: its GPUs are the expert-parallel ranks."""
-    by_gpu = placement.experts_by_gpu(layer)
-    return ExpertPlacement(
-        version=1,
-        num_experts=placement.num_experts(layer),
-        ep_size=placement.cluster.num_gpus,
-        ranks=tuple(RankExperts(rank=rank, experts=experts) for rank, experts in enumerate(by_gpu)),
-    )
+    return ExpertPlacement.of(placement.experts_by_gpu(layer), num_experts=placement.num_experts(layer))
 
 
 def _dump(document: object) -> str:

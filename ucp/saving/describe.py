@@ -39,7 +39,7 @@ def describe_parts(live: LiveRequest, like: Path | None, first_link: Path | None
     path = like or (first_link if cutting else None)
     if not is_known and path is not None:
         index = read_once(ranks, path, lambda: index_of(path))
-        run = place_run(run, index, mesh, ranks, options=SourceOptions(), rename=None, experts=None)
+        run = place_run(run, index, mesh, ranks, options=SourceOptions(), rename=None, placement=None)
         return run_together(ranks, lambda: _take_shapes(run, index))
     run_together(ranks, lambda: None if run.has_global_parts else _check_full(cutting))
     surveys = ranks.share(survey_numbers(run.model))

@@ -1,7 +1,8 @@
 """A cache that keeps what was used most often, and forgets old uses (MoESys, algorithm 2).
 
 The algorithm as printed evicts several entries for one, never fills the last place, and does not count the first use
-of an entry; this is what it says in words. See docs/explanation/papers.md.
+of an entry; this is what it says in words, without its write-back, as nothing changes a streamed weight. See
+docs/explanation/papers.md.
 
 >>> cache = Cache(3, lambda key, kept: key, decay=0.5, period=4)
 >>> _ = [cache.get(key) for key in "aabacdaeab"]
@@ -37,20 +38,18 @@ class Cache(Generic[K, V]):
         history: bool = False,
         decay: float = 0.5,
         period: int = 1024,
-        write: Callable[[K, V], None] | None = None,
         release: Callable[[V], None] | None = None,
     ) -> None:
         """`read(key, kept)` gives a value, and is told whether the cache keeps it.
 
-        `write` takes a changed value that leaves the cache, `release` any other. Every `period` calls of `get`, the
-        uses of all keys are multiplied by `decay`.
+        `release` takes a value that leaves the cache. Every `period` calls of `get`, the uses of all keys are
+        multiplied by `decay`.
         """
         self.hits = self.misses = self.evictions = 0
-        self._capacity, self._read, self._write, self._release = capacity, read, write, release
+        self._capacity, self._read, self._release = capacity, read, release
         self._history, self._decay, self._period, self._calls = history, decay, period, 0
         self._values: dict[K, V] = {}
         self._uses: dict[K, float] = {}
-        self._changed: set[K] = set()
         self.in_use: Collection[K] = ()
         """Keys that do not leave the cache."""
 
@@ -80,7 +79,7 @@ class Cache(Generic[K, V]):
             self.misses += 1
             kept = self.keeps(key)
             if kept and len(self._values) == self._capacity and (rarest := self._find_rarest()) is not None:
-                self.evict(rarest)
+                self._evict(rarest)
             value = self._read(key, kept)
             self._uses[key] = self._uses.get(key, 0) + 1 if self._history else 1.0
             if kept:
@@ -93,24 +92,8 @@ class Cache(Generic[K, V]):
         """The key with the fewest uses that may leave the cache; of several, the oldest."""
         return min((key for key in self._values if key not in self.in_use), key=self._uses.__getitem__, default=None)
 
-    def mark_changed(self, key: K) -> None:
-        """The value of `key`, which is in the cache, was changed: it is written before it leaves."""
-        if key not in self._values:
-            raise KeyError(key)
-        self._changed.add(key)
-
-    def evict(self, key: K) -> None:
-        """Drop the value of `key`; write it first, if it was changed."""
+    def _evict(self, key: K) -> None:
         value = self._values.pop(key)
         self.evictions += 1
-        if key in self._changed:
-            self._changed.remove(key)
-            if self._write is not None:
-                self._write(key, value)
-        elif self._release is not None:
+        if self._release is not None:
             self._release(value)
-
-    def clear(self) -> None:
-        """Drop all values, and write those that were changed."""
-        for key in list(self._values):
-            self.evict(key)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from threading import Lock
+from typing import TYPE_CHECKING
 
 from ucp.core.index import SourceFile
 from ucp.core.slices import Locator, resolve
@@ -19,9 +20,6 @@ from ucp.transfer.gather import Gatherer
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 ALIGNMENT = 64
 """Bytes; every parameter in a buffer begins at a multiple of them."""
@@ -41,8 +39,6 @@ class StreamedParam:
     """What is read."""
     locator: Locator
     """Finds the fragments of the state."""
-    trained: bool
-    """Whether it requires gradients."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -108,6 +104,7 @@ class Reader:
         self._files = {file.path: file for file in files}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ucp.stream")
         self._is_closed = False
+        self._lock = Lock()
         self.nbytes_read = 0
 
     def start(self, ranges: Iterable[ReadRange], buffer: torch.Tensor) -> list[Future[int]]:
@@ -133,12 +130,9 @@ class Reader:
         finally:  # what failed may have done so because a file changed
             check_local(self._files[path] for path in gatherer.sources.paths if path in self._files)
             gatherer.sources.close()
-        self.nbytes_read += gatherer.nbytes_read
+        with self._lock:
+            self.nbytes_read += gatherer.nbytes_read
         return gatherer.nbytes_read
-
-    def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Call a function in the background, after the reads that were begun before."""
-        return self._pool.submit(function, *args, **kwargs)
 
     def close(self) -> None:
         """Stop the threads."""

@@ -7,13 +7,15 @@ first time, and L max(c, l) from then on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ucp.streaming.reader import Reader, ReadRange, StreamedParam, pad, take_unused
+from ucp.live.run.ranks import Ranks
+from ucp.streaming.reader import Reader, StreamedParam, take_unused
+from ucp.streaming.share import gather, plan_layers
 
 if TYPE_CHECKING:
     import torch
@@ -29,24 +31,30 @@ class LayerSlot:
     """Bytes on the device of the model; `host`, if that is the CPU."""
     layer: int | None = None
     """The layer that is in it, or that is being read."""
-    reads: list[Future[int]] = field(default_factory=list)
-    """Reads that go on."""
-    copy: Future[Any] | None = None
-    """Gives the event on the GPU at which the copy to `memory` is done."""
+    arrival: Future[torch.cuda.Event | None] | None = None
+    """Is done once the layer is read; gives the event on the GPU at which it is copied to `memory`."""
 
 
 class Ring:
     """Keeps some layers in memory; the next ones are being read."""
 
     def __init__(
-        self, layers: Sequence[Sequence[StreamedParam]], reader: Reader, *, slots: int, device: torch.device
+        self,
+        layers: Sequence[Sequence[StreamedParam]],
+        reader: Reader,
+        ranks: Ranks,
+        *,
+        slots: int,
+        device: torch.device,
     ) -> None:
+        """`ranks`: those that each read a part of what they hold alike. Collective."""
         import torch
 
-        self._layers, self._reader = layers, reader
+        self._layers, self._reader, self._ranks = layers, reader, ranks
         self._lock = RLock()
-        self._offsets = [_place(layer) for layer in layers]
-        largest = max(_count_nbytes(layer) for layer in layers)
+        self._plans = plan_layers(layers, ranks)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ucp.stream arrivals")  # layers arrive in their order
+        largest = max(plan.nbytes for plan in self._plans)
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]  # torch's own
         self._slots = []
@@ -72,7 +80,7 @@ class Ring:
             self._finish(slot)
             self._start(layer, slot)
         self._finish(slot)
-        for param, offset in zip(self._layers[layer], self._offsets[layer], strict=True):
+        for param, offset in zip(self._layers[layer], self._plans[layer].offsets, strict=True):
             set_parameter(param, param.view(slot.memory, offset, param.shape))
 
     def leave(self, layer: int) -> None:
@@ -89,56 +97,50 @@ class Ring:
     def _start(self, layer: int, slot: LayerSlot) -> None:
         import torch
 
-        ranges = [
-            ReadRange(param, 0, param.numel, offset)
-            for param, offset in zip(self._layers[layer], self._offsets[layer], strict=True)
-        ]
-        done = None
+        computed = None
         if self._stream is not None:
-            if slot.copy is not None:
-                slot.copy.result().synchronize()  # or the reads would overwrite what is still being copied
-            done = torch.cuda.current_stream(slot.memory.device).record_event()  # of the layer before in this slot
+            if slot.arrival is not None and (copied := slot.arrival.result()) is not None:
+                copied.synchronize()  # or the reads would overwrite what is still being copied
+            computed = torch.cuda.current_stream(slot.memory.device).record_event()  # the layer before in this slot
         else:
             slot.host = slot.memory = take_unused(slot.host)
         slot.layer = layer
-        slot.reads = self._reader.start(ranges, slot.host)
-        slot.copy = None if done is None else self._reader.run(self._copy, slot, slot.reads, done)
+        reads = self._reader.start(self._plans[layer].reads, slot.host)
+        slot.arrival = self._thread.submit(self._complete, layer, slot, reads, computed)
 
-    def _copy(self, slot: LayerSlot, reads: Sequence[Future[int]], done: torch.cuda.Event) -> torch.cuda.Event:
-        """Copy a slot to the GPU, once it is read and the layer before in it is computed. In the background."""
+    def _complete(
+        self, layer: int, slot: LayerSlot, reads: Sequence[Future[int]], computed: torch.cuda.Event | None
+    ) -> torch.cuda.Event | None:
+        """Wait until a layer is read, gather what other ranks read, copy it to the GPU. In the background."""
         import torch
 
-        for read in reads:
-            read.result()
-        assert self._stream is not None
+        failures = [failure for failure in (read.exception() for read in reads) if isinstance(failure, Exception)]
+        gather(layer, self._plans[layer], slot.host, self._ranks, failures[0] if failures else None)
+        if self._stream is None or computed is None:
+            return None
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(done)
+            self._stream.wait_event(computed)
             slot.memory.copy_(slot.host, non_blocking=True)
-            event: torch.cuda.Event = self._stream.record_event()
-            return event
+            copied: torch.cuda.Event = self._stream.record_event()
+            return copied
 
     def _finish(self, slot: LayerSlot) -> None:
         """Wait until a slot is read, and the GPU until it is copied. Raises SourceError."""
         import torch
 
-        reads, slot.reads = slot.reads, []
-        for read in reads:
-            read.result()
-        if slot.copy is not None:
-            torch.cuda.current_stream(slot.memory.device).wait_event(slot.copy.result())
+        if slot.arrival is not None and (copied := slot.arrival.result()) is not None:
+            torch.cuda.current_stream(slot.memory.device).wait_event(copied)
 
-    def wait(self) -> None:
-        """Wait for all reads."""
-        for slot in self._slots:
-            for read in slot.reads:
-                read.exception()
+    def close(self) -> None:
+        """Wait for all layers that are on their way."""
+        self._thread.shutdown()
 
 
 def set_parameter(param: StreamedParam, value: torch.Tensor) -> None:
     """Make `value` the parameter of its module."""
     from torch import nn
 
-    param.module._parameters[param.name] = nn.Parameter(value, requires_grad=param.trained)  # noqa: SLF001  # torch has no other way without a copy
+    param.module._parameters[param.name] = nn.Parameter(value, requires_grad=False)  # noqa: SLF001  # torch has no other way without a copy
 
 
 def clear_parameter(param: StreamedParam) -> None:
@@ -147,16 +149,3 @@ def clear_parameter(param: StreamedParam) -> None:
 
     dtype = getattr(torch, param.item.slice.dtype.value)
     set_parameter(param, torch.empty(param.shape, dtype=dtype, device="meta"))
-
-
-def _place(params: Iterable[StreamedParam]) -> list[int]:
-    """First byte of each parameter in a buffer."""
-    offsets, position = [], 0
-    for param in params:
-        offsets.append(position)
-        position += pad(param.nbytes)
-    return offsets
-
-
-def _count_nbytes(params: Iterable[StreamedParam]) -> int:
-    return sum(pad(param.nbytes) for param in params)

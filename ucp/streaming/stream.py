@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Literal, Unpack
 from weakref import WeakSet
 
 from ucp.conversion.arguments import LoadArguments, takes_options
@@ -22,15 +22,16 @@ from ucp.conversion.prepare import count_cores
 from ucp.core.slices import Locator
 from ucp.core.text.page import Page, Report, facts
 from ucp.core.text.units import nbytes_text
-from ucp.errors import UsageError, format_count
+from ucp.errors import UnsupportedError, UsageError, format_count
 from ucp.live.adapters import LiveRequest
 from ucp.live.exchange.carry import carry
+from ucp.live.exchange.stages import Exchange
 from ucp.live.load import decide_load, find_model_device
 from ucp.live.match.decide import Decision
 from ucp.live.parts import LoadItem
 from ucp.live.report import Clock
 from ucp.live.resume.beside import ResumeOptions
-from ucp.live.run.ranks import Ranks, find_ranks, run_together
+from ucp.live.run.ranks import ProcessGroupRanks, Ranks, SingleRank, find_ranks, run_together
 from ucp.live.run.request import LoadRequest
 from ucp.moe.layers import find_layers
 from ucp.streaming.experts import ExpertKey, ExpertStore, stream_module, stream_stacked
@@ -77,7 +78,7 @@ class Stream(Report):
 
     def close(self) -> None:
         """Stop reading. The model cannot compute any more."""
-        self._ring.wait()
+        self._ring.close()
         self._reader.close()
 
     def page(self) -> Page:
@@ -105,6 +106,7 @@ def stream(
     dtype: DtypeLike | None = None,
     rename: Callable[[str], str] | type_path | None = None,
     process_group: ProcessGroup | Ranks | None = None,
+    exchange: Literal["auto", "always", "never"] = "auto",
     **options: Unpack[LoadArguments],
 ) -> Stream:
     """Make `model` read its layers from a checkpoint while it computes; only some of them are in memory.
@@ -124,6 +126,10 @@ def stream(
         Memory for experts, of two at least: those that are used most stay. Bytes, or text such as "4GiB".
     layers
         Path of the list of layers, e.g. "model.layers"; by default the ModuleList with the most parameters.
+    exchange
+        "always": ranks that hold the same elements of a layer each read a part of them, and gather the others over a
+        gloo group. They must run the same layers in the same order, equally often, and `process_group`, if it is given,
+        must have no other use. Otherwise ranks read their layers for themselves. Experts are read directly.
     threads
         Threads that read; by default as many as cores, four at most.
     OPTIONS
@@ -135,7 +141,8 @@ def stream(
     UsageError
         There is no list of layers, or fewer than two slots; or the model is streamed already.
 
-    Ring and cache are those of MoESys. Parameters of layers do not get gradients that outlive the layer's turn.
+    Ring and cache are those of MoESys. The parameters of the model do not require gradients any more; if inputs do,
+    the weights of all layers stay in memory until the backward pass.
     """
     import torch
 
@@ -149,14 +156,23 @@ def stream(
     request = run_together(
         ranks,
         lambda: LoadRequest.parse(
-            topology, checkpoint, rank=ranks.rank, ranks=ranks.count, dtype=dtype, rename=rename, **options
+            topology,
+            checkpoint,
+            rank=ranks.rank,
+            ranks=ranks.count,
+            dtype=dtype,
+            rename=rename,
+            exchange=exchange,
+            **options,
         ),
     )
+    peers = _find_peers(ranks, process_group) if request.carry.exchange is Exchange.ALWAYS else SingleRank()
     live = LiveRequest(model=model, optimizer=False, mesh=request.mesh, ranks=ranks, dtype=request.dtype)
     decision, _ = decide_load(live, request, ResumeOptions(policy=request.rank_extras), {}, Clock(), saved=None)
     device = decision.run.model.device or find_model_device(model)
     by_layer, resident = _divide(model, modules, decision)
     _STREAMED.add(model)
+    model.requires_grad_(requires_grad=False)  # or a graph of all layers would keep their weights
     for param in chain.from_iterable(by_layer):
         set_parameter(param, torch.empty(0))  # on the meta device, it would be loaded, too
     decision = _load_resident(decision, resident, request, ranks)
@@ -179,7 +195,7 @@ def stream(
             stream_module(key, model.get_submodule(f"{key[0]}.experts.{key[1]}"), params, experts)
         if callable(choose := getattr(model, "set_experts_implementation", None)):
             choose("eager")
-    ring = Ring(dense, reader, slots=slots, device=device)
+    ring = Ring(dense, reader, peers, slots=slots, device=device)
     for number, layer in enumerate(modules.values()):
         layer.register_forward_pre_hook(lambda *_, number=number: ring.enter(number))
         layer.register_forward_hook(lambda *_, number=number: ring.leave(number), always_call=True)
@@ -192,6 +208,18 @@ def stream(
         ring,
         experts,
     )
+
+
+def _find_peers(ranks: Ranks, group: ProcessGroup | Ranks | None) -> Ranks:
+    """The ranks that exchange what they read, in the background: by a group that the model does not use. Collective."""
+    import torch
+    from torch import distributed
+
+    if group is None and ranks.count > 1:
+        return ProcessGroupRanks(distributed.new_group(backend="gloo"), torch.device("cpu"))
+    if ranks.device.type != "cpu":
+        raise UnsupportedError("expected process_group with backend gloo for exchange='always'; or leave it out")
+    return ranks
 
 
 def _find_layers(model: nn.Module, path: str | None) -> dict[str, nn.Module]:
@@ -229,10 +257,7 @@ def _divide(
         if number is None or param is None or len(names[item.name]) > 1 or item.slice.stop == item.slice.start:
             resident.append(item)
             continue
-        streamed = StreamedParam(
-            module=module, name=name, item=item, locator=Locator(item.source), trained=param.requires_grad
-        )
-        by_layer[number].append(streamed)
+        by_layer[number].append(StreamedParam(module=module, name=name, item=item, locator=Locator(item.source)))
     if not all(by_layer):
         raise UsageError(f"expected layers with parameters of their own in {prefix}; some have none, or share them all")
     return by_layer, resident

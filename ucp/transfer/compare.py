@@ -23,7 +23,7 @@ from ucp.core.slices import Locator, block_ranges, resolve
 from ucp.core.target import Slice, full_slice
 from ucp.core.tensor import GAP, DType, Record, TensorRef
 from ucp.errors import CorruptError, SourceError
-from ucp.io.elements import differing, viewed, widened, without_payloads
+from ucp.io.elements import Difference, differing, viewed, widened, without_payloads
 from ucp.io.files import join_ranges
 from ucp.transfer.checksums import find_mismatches
 from ucp.transfer.drift import find_drifts
@@ -70,15 +70,15 @@ class Pair(NamedTuple):
 
 def compare_states(
     shared: Sequence[Pair], observer: Observer, *, cast: bool, threads: int
-) -> dict[tuple[str, str, int], list[tuple[int, float]]]:
-    """States that differ: for each part that differs, the number of differing elements and the largest difference.
+) -> dict[tuple[str, str, int], list[Difference]]:
+    """States that differ: the difference of each part that differs.
 
     Keys are (parameter, state, elements of the state). `cast`: whether to cast the first to the dtype of the second.
     Two versions of a chain of deltas that have the same patches of a state are not read.
     """
     shared = [p for p in shared if p.a.overlap is not Overlap.PATCHED or p.a.fragments != p.b.fragments]
     nbytes = sum(p.a.numel * max(_choose_dtype(p.a, p.b, cast=cast).itemsize, p.b.dtype.itemsize) for p in shared)
-    differing_parts: dict[tuple[str, str, int], list[tuple[int, float]]] = {}
+    differing_parts: dict[tuple[str, str, int], list[Difference]] = {}
 
     def compare_batch(jobs: Sequence[_PartPair], gatherer: Gatherer) -> None:
         observer.advance(sum(job.nbytes for job in jobs))
@@ -95,7 +95,7 @@ def compare_states(
                 result = differing(without_payloads(values_a, values_b), values_b)  # casts may change payloads of NaNs
             if result is not None:
                 key = job.a.slice.param, job.a.slice.state, job.a.locator.state.numel
-                differing_parts.setdefault(key, []).append((result.numel, result.largest))
+                differing_parts.setdefault(key, []).append(result)
 
     jobs = (job for pair in shared for job in _pair_parts(pair, cast=cast))
     run_stage(bundle(jobs, limit=BLOCK), compare_batch, threads, observer, title="compare", nbytes=nbytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import isnan
+from math import hypot, isnan
 
 from ucp.contract.protocols import Observer
 from ucp.contract.ranks import Checksums
@@ -34,6 +34,8 @@ class Change:
     """Number of elements that differ."""
     largest: float = 0.0
     """Largest absolute difference."""
+    norm: float = 0.0
+    """Euclidean norm of the difference."""
 
     def swapped(self) -> Change:
         """The same difference, with the two checkpoints exchanged."""
@@ -66,10 +68,13 @@ def compare(
         changes += [item for item in extra_differences if isinstance(item, Change)]
         shared += [item for item in extra_differences if not isinstance(item, Change)]
     for (name, state, total), parts in sorted(compare_states(shared, observer, cast=cast, threads=threads).items()):
-        numel = sum(count for count, _ in parts)
-        largest = max((part for _, part in parts), key=lambda value: (isnan(value), value))
+        numel = sum(part.numel for part in parts)
+        largest = max((part.largest for part in parts), key=lambda value: (isnan(value), value))
+        norm = hypot(*sorted(part.norm for part in parts))  # threads find the parts in any order
         text = f"{numel:,} of {format_count(total, 'element')}"
-        changes.append(Change(param=name, state=state, what="values", a=text, b=text, numel=numel, largest=largest))
+        changes.append(
+            Change(param=name, state=state, what="values", a=text, b=text, numel=numel, largest=largest, norm=norm)
+        )
     return changes
 
 

@@ -34,7 +34,7 @@ def command(*, folder: Path, size: int, workers: int | None, as_json: bool) -> N
 
     Files are created in a new folder in DIR, then deleted. A conversion reads, computes checksums (CRC-32 and xxh3) and
     writes: compare the rate that `ucp convert` prints with the row "copy, with digests". Files are read from the page
-    cache, as they were just written; from a cold disk everything is slower.
+    cache, as they were written a moment ago; from a cold disk everything is slower.
     """
     rates = list(measure_floor(folder, size, workers or count_cores()))
     if as_json:

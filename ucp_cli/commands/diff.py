@@ -10,9 +10,10 @@ import click
 from ucp import api
 from ucp.conversion.arguments import CompareArguments
 from ucp_cli.failures import DIFFERENT
-from ucp_cli.options import PATH, as_json, example, progress, takes_options
+from ucp_cli.options import PATH, as_html, as_json, example, progress, takes_options
 from ucp_cli.pages.documents import diff_document
 from ucp_cli.pages.render import write, write_json
+from ucp_cli.pages.web.write import write_page
 from ucp_cli.progress import watch
 
 
@@ -27,6 +28,7 @@ from ucp_cli.progress import watch
 @click.option("--extras", is_flag=True, help="Also compare what is not a parameter: schedulers, client state, ...")
 @takes_options(CompareArguments)
 @progress
+@as_html
 @as_json
 @click.pass_context
 def command(
@@ -37,6 +39,7 @@ def command(
     extras: bool,
     progress: str,
     quiet: bool,
+    html: Path | None,
     as_json: bool,
     **options: Unpack[CompareArguments],
 ) -> None:
@@ -49,6 +52,10 @@ def command(
     --family and --patterns apply to both; a checkpoint that needs no family, such as atoms, ignores them.
     """
     report = api.diff(a, b, extras=extras, observer=watch(progress, quiet=quiet), **options)
+    if html is not None:
+        from ucp_cli.pages.web.contents import diff_contents
+
+        write_page(html, diff_contents(report))
     if as_json:
         write_json(diff_document(report))
     elif not quiet:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import click
 from click.core import ParameterSource
@@ -13,12 +13,18 @@ from ucp.contract.protocols import Observer
 from ucp.conversion.arguments import ExpertArguments, SourceArguments
 from ucp.core.text.overview import describe_missing
 from ucp.errors import CorruptError, FamilyError, SourceError, StaleError, UsageError
+from ucp.moe.report import ExpertsReport
 from ucp.source.selection import NameFilter
-from ucp_cli.options import PATH, as_json, example, progress, takes_options
+from ucp_cli.options import PATH, as_html, as_json, example, progress, takes_options
 from ucp_cli.pages.documents import experts_document, index_document, survey_document
 from ucp_cli.pages.inspect import file_rows, inspect_page, param_page, survey_page
 from ucp_cli.pages.render import table, write, write_json
+from ucp_cli.pages.web.contents import inspect_contents
+from ucp_cli.pages.web.write import write_page
 from ucp_cli.progress import watch
+
+if TYPE_CHECKING:
+    from ucp.moe.report import ExpertsReport
 
 __all__ = ["command"]
 
@@ -32,7 +38,8 @@ _OF_EXPERTS = ("plot", "workers", "memory", "progress", "quiet")
         "ucp inspect checkpoints/",
         "ucp inspect checkpoints/global_step1000 --param 'layers.0.*'",
         "ucp inspect checkpoints/ --json | jq .topology",
-        "ucp inspect checkpoints/ --experts --plot experts.svg",
+        "ucp inspect checkpoints/ --html checkpoint.html",
+        "ucp inspect checkpoints/ --experts --html experts.html",
     ),
 )
 @click.argument("path", type=PATH)
@@ -50,6 +57,7 @@ _OF_EXPERTS = ("plot", "workers", "memory", "progress", "quiet")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="With --experts: also draw them (.svg).")
 @takes_options(ExpertArguments)
 @progress
+@as_html
 @as_json
 @click.pass_context
 def command(
@@ -62,6 +70,7 @@ def command(
     plot: Path | None,
     progress: str,
     quiet: bool,
+    html: Path | None,
     as_json: bool,
     **options: Unpack[ExpertArguments],
 ) -> None:
@@ -79,22 +88,19 @@ def command(
     --experts reads the tensors of experts and routers; --plot, --workers, --memory, --progress and --quiet require it.
     """
     if experts:
-        _show_experts(path, plot, watch(progress, quiet=quiet), as_json=as_json, **options)
+        report = _read_experts(path, plot, watch(progress, quiet=quiet), **options)
+        if html is not None:
+            write_page(html, inspect_contents(api.inspect(path, **_source(options)), report))
+        if as_json:
+            write_json(experts_document(report))
+        else:
+            write(*report.page())
         return
     idle = [name for name in _OF_EXPERTS if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT]
     if idle:
         raise UsageError(f"--{' and --'.join(idle)} {'is' if len(idle) == 1 else 'are'} only used with --experts")
-    source = SourceArguments(
-        family=options["family"],
-        patterns=options["patterns"],
-        shapes_from=options["shapes_from"],
-        param_order=options["param_order"],
-        at=options["at"],
-        exact=options["exact"],
-        max_plt=options["max_plt"],
-    )
     try:
-        index = api.inspect(path, **source)
+        index = api.inspect(path, **_source(options))
     except (SourceError, CorruptError) as error:
         is_of_family = isinstance(error, FamilyError) and (options.get("family") or options.get("patterns"))
         if is_of_family or isinstance(error, StaleError):
@@ -105,6 +111,8 @@ def command(
         else:
             write(*survey_page(survey, str(error), each=files))
         raise
+    if html is not None:
+        write_page(html, inspect_contents(index))
     wanted = []
     if params:
         names = NameFilter(include=params)
@@ -120,9 +128,21 @@ def command(
     write(*(param_page(index, index.atoms[name]) for name in wanted), listing)
 
 
-def _show_experts(
-    path: Path, plot: Path | None, observer: Observer, *, as_json: bool, **options: Unpack[ExpertArguments]
-) -> None:
+def _source(options: ExpertArguments) -> SourceArguments:
+    return SourceArguments(
+        family=options["family"],
+        patterns=options["patterns"],
+        shapes_from=options["shapes_from"],
+        param_order=options["param_order"],
+        at=options["at"],
+        exact=options["exact"],
+        max_plt=options["max_plt"],
+    )
+
+
+def _read_experts(
+    path: Path, plot: Path | None, observer: Observer, **options: Unpack[ExpertArguments]
+) -> ExpertsReport:
     if plot is not None:
         from ucp.moe.plot import check_plot, plot_experts
 
@@ -130,7 +150,4 @@ def _show_experts(
     report = api.experts(path, observer=observer, **options)
     if plot is not None:
         plot_experts(report, plot)
-    if as_json:
-        write_json(experts_document(report))
-    else:
-        write(*report.page())
+    return report

@@ -115,7 +115,7 @@ def plan_document(report: PlanReport) -> dict[str, object]:
     """What `ucp plan` decided."""
     index = report.source
     values = {field.name: getattr(report, field.name) for field in fields(report)}
-    hidden = ["format", "layout", "compressed", *([] if report.scratch else ["scratch", "scratch_bytes"])]
+    hidden = ["format", "layout", "layouts", "compressed", *([] if report.scratch else ["scratch", "scratch_bytes"])]
     layouts = {"source": values.pop("source_layout"), "target": values.pop("target_layout")}
     return {
         "schema": "ucp.plan/1",
@@ -201,5 +201,11 @@ def _piece(fragment: Fragment) -> dict[str, object]:
 
 
 def _changes(changes: Sequence[Change]) -> list[dict[str, object]]:
-    """Differences; the largest one is a text if JSON has no such number (inf, nan)."""
-    return [{**asdict(c), "largest": c.largest if math.isfinite(c.largest) else repr(c.largest)} for c in changes]
+    """Differences; a number that JSON lacks (inf, nan) is a text."""
+    return [
+        {
+            name: repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in asdict(change).items()
+        }
+        for change in changes
+    ]

@@ -40,13 +40,20 @@ def inspect_page(index: Index) -> list[Section | RenderableType | None]:
     return [
         *overview(index),
         *_tree(index),
-        table("Pipeline stages", (">stage", ">tensors", "layers", "other modules"), _stage_rows(index)),
-        *_iterations(index),
-        lines("Tied", [f"{alias} = {name}" for alias, name in index.aliases.items()]),
-        table("Parameter groups", (">group", ">parameters", "hyper-parameters"), _group_rows(index.groups)),
-        table("Extras", ("name", "holds"), _extra_rows(index)),
+        *detail_sections(index),
         *remarks(index),
     ]
+
+
+def detail_sections(index: Index) -> Iterator[Section]:
+    """What the page says of stages, iterations, ties, groups and extras."""
+    stages = (">stage", ">tensors", "layers", "other modules")
+    yield Section(title="Pipeline stages", columns=stages, rows=tuple(_stage_rows(index)))
+    yield _iterations(index)
+    yield lines("Tied", [f"{alias} = {name}" for alias, name in index.aliases.items()])
+    groups = (">group", ">parameters", "hyper-parameters")
+    yield Section(title="Parameter groups", columns=groups, rows=tuple(_group_rows(index.groups)))
+    yield Section(title="Extras", columns=("name", "holds"), rows=tuple(_extra_rows(index)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +120,16 @@ def _stage_rows(index: Index) -> list[tuple[str, ...]]:
     return rows
 
 
-def _iterations(index: Index) -> Iterator[Section | RenderableType | None]:
+def _iterations(index: Index) -> Section:
     """The iterations of a chain's parameters, and what the marks mean, if there are any."""
-    rows = _iteration_rows(index)
-    yield table("Iterations", (">iteration", ">parameters", "experts"), rows)
-    if any(marks for *_, marks in rows):
-        yield Text(
-            "  marks: experts in order; the taller, the more layers in which it is of that iteration (·: none, █: all)",
-            style="dim",
-        )
+    rows = tuple(_iteration_rows(index))
+    marks = "marks: experts in order; the taller, the more layers in which it is of that iteration (·: none, █: all)"
+    return Section(
+        title="Iterations",
+        columns=(">iteration", ">parameters", "experts"),
+        rows=rows,
+        more=marks if any(experts for *_, experts in rows) else "",
+    )
 
 
 def _iteration_rows(index: Index) -> list[tuple[str, ...]]:
@@ -268,21 +276,25 @@ def survey_page(survey: Survey, problem: str, *, each: bool) -> list[Section | R
     ]
 
 
-def _name_rows(sizes: Mapping[str, int]) -> Iterator[tuple[str | Text, ...]]:
-    """A row for each set of names that differ only in numbers. `sizes`: name to bytes."""
+def join_alike(sizes: Mapping[str, int]) -> Iterator[tuple[str, str, list[int]]]:
+    """For names that differ only in numbers: one with "#", the numbers, sizes of all. `sizes`: name to bytes."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for name in sizes:
         alike.setdefault(tuple(_NUMBER.split(name)), []).append(name)
     for names in alike.values():
-        label, numbers = _join_names(names)
-        file_sizes = sorted(sizes[name] for name in names)
+        yield (*_join_names(names), sorted(sizes[name] for name in names))
+
+
+def _name_rows(sizes: Mapping[str, int]) -> Iterator[tuple[str | Text, ...]]:
+    for label, numbers, file_sizes in join_alike(sizes):
         spread = nbytes_text(file_sizes[0]) + (
             f" to {nbytes_text(file_sizes[-1])}" if file_sizes[-1] != file_sizes[0] else ""
         )
-        yield printable(label), numbers, count_text(len(names)), spread, nbytes_text(sum(file_sizes))
+        shown = Text(numbers, style="cyan")
+        yield printable(label), shown, count_text(len(file_sizes)), spread, nbytes_text(sum(file_sizes))
 
 
-def _join_names(names: list[str]) -> tuple[str, Text]:
+def _join_names(names: list[str]) -> tuple[str, str]:
     """One name for several, with "#" for numbers that are not the same in all; and those numbers."""
     columns = list(zip(*(_NUMBER.findall(name) for name in names), strict=True))
     varied = [len(set(column)) > 1 for column in columns]
@@ -293,6 +305,4 @@ def _join_names(names: list[str]) -> tuple[str, Text]:
         return "#" if is_varied else match.group()
 
     ranges = [sorted(set(map(int, numbers))) for is_varied, numbers in zip(varied, columns, strict=True) if is_varied]
-    return _NUMBER.sub(replace_number, names[0]), Text(
-        " ".join(f"[{ranges_text(numbers)}]" for numbers in ranges), style="cyan"
-    )
+    return _NUMBER.sub(replace_number, names[0]), " ".join(f"[{ranges_text(numbers)}]" for numbers in ranges)

@@ -31,7 +31,7 @@ from ucp_formats.deepspeed.read.files import SavedFile
 from ucp_formats.deepspeed.read.module import SavedModule
 from ucp_formats.deepspeed.read.optimizer.flat_group import FlatGroupStates
 from ucp_formats.deepspeed.read.run import SavedRun
-from ucp_formats.deepspeed.read.stacks import LAYERS, ExpertStacks
+from ucp_formats.deepspeed.read.stacks import ExpertStacks
 
 _EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d+)(\..*)")
 
@@ -176,17 +176,23 @@ class ExpertGroups:
         if degree == 1:
             return group
         stacked = {
-            n: self.stacks.global_shape(n, shape) for n, shape in group.shapes.items() if n in self.stacks.counts
+            name: (self.stacks.counts[name], *shape[1:])
+            for name, shape in group.shapes.items()
+            if name in self.stacks.counts
         }
-        held = pattern("shard", dim=0) if stacked else pattern("unique", owner=ep_rank)
+        unique = (AxisLayout("ep", degree, pattern("unique", owner=ep_rank), "partition_count"),)
         return replace(
             group,
             label=f"{group.label} of expert-parallel rank {ep_rank}",
             names={} if stacked else {name: self.global_name(name, ep_rank) for name in group.shapes},
             global_shapes=stacked,
             coords={"ep": ep_rank},
-            axes=(AxisLayout("ep", degree, held, LAYERS if stacked else "partition_count"),),
+            axes={name: (self.stacks.axis(name),) if stacked else unique for name in group.shapes},
         )
+
+    def local_shapes(self, shapes: Mapping[str, Shape], ep_rank: int) -> dict[str, Shape]:
+        """Shapes of a group on an expert-parallel rank; `shapes`: on rank 0, as `param_shapes` has them."""
+        return {name: self.stacks.local_shape(name, shape, ep_rank) for name, shape in shapes.items()}
 
     def global_shapes(self, groups: Sequence[Mapping[str, Shape]]) -> dict[str, Shape]:
         """Shapes of all parameters by their global names."""

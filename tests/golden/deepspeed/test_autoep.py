@@ -14,9 +14,11 @@ import torch
 import ucp
 from tests.golden.deepspeed.test_deepspeed_parallel import ROOT, states_of, truths
 from tests.golden.truth import check_copies, check_equal, is_same, read_states
-from ucp.errors import MissingFileError, UnsupportedError
+from ucp.errors import MalformedError, MissingFileError, UcpError, UnsupportedError
 
-CASES = sorted(path.name for path in ROOT.glob("z*autoep*"))
+CASES = sorted(path.parent.name for path in ROOT.glob("z*autoep*/truth-ep00.json"))
+PLACED = sorted(path.name for path in ROOT.glob("z*autoep*-placed"))
+"""Runs of CASES, rewritten with another placement (fixtures/make/deepspeed/place_experts.py)."""
 CONVERTED = [case for case in CASES if (ROOT / case / "universal").is_dir()]
 EXPERTS = "model.layers.0.mlp.experts"
 
@@ -83,3 +85,45 @@ def test_native_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="deepspeed-universal"):
         ucp.convert(ROOT / "z1-autoep2" / "checkpoint", tmp_path / "out", to="deepspeed")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("case", PLACED)
+def test_any_placement_gives_the_experts_of_the_run(case: str) -> None:
+    index = ucp.open(ROOT / case / "checkpoint").index
+    check_copies(index)
+    check_equal(read_states(index), states_of(case.removesuffix("-placed")))
+
+
+@pytest.mark.parametrize("case", PLACED)
+@pytest.mark.parametrize("to", ["ucp", "deepspeed-universal", "torch", "dcp"])
+def test_what_is_written_of_any_placement_is_read_the_same(case: str, to: str, tmp_path: Path) -> None:
+    ucp.convert(ROOT / case / "checkpoint", tmp_path / "out", to=to)
+    found = read_states(ucp.open(tmp_path / "out").index)
+    for key, state in states_of(case.removesuffix("-placed")).items():
+        assert torch.equal(found[key], state), key
+
+
+@pytest.mark.parametrize("case", PLACED)
+def test_a_replica_that_differs_is_found(case: str, tmp_path: Path) -> None:
+    """Expert 1 of the first layer is on both ranks; one of its moments is changed on rank 1 only."""
+    source = shutil.copytree(ROOT / case / "checkpoint", tmp_path / "checkpoint")
+    index = ucp.open(source).index
+    pieces = index.atoms[f"{EXPERTS}.w2"].states["exp_avg"].fragments
+    copy = next(piece for piece in pieces if piece.replica and piece.box.offsets[0] == 1)
+    assert any(other.box.offsets[0] <= 1 < other.box.stops[0] for other in pieces if not other.replica)
+    with Path(copy.ref.path).open("r+b") as file:
+        file.seek(copy.ref.offset + 3)
+        file.write(b"\x7f")
+    with pytest.raises(UcpError) as caught:
+        ucp.convert(source, tmp_path / "out")
+    assert f"{EXPERTS}.w2" in str(caught.value)
+
+
+def test_files_of_two_placements_are_refused(tmp_path: Path) -> None:
+    source = shutil.copytree(ROOT / "z3-autoep2-dp4-placed" / "checkpoint", tmp_path / "checkpoint")
+    other = ROOT / "z3-autoep2-dp4" / "checkpoint"
+    name = "global_step3/zero_pp_rank_3_mp_rank_00_model_states.pt"
+    shutil.copy(other / name, source / name)
+    with pytest.raises(MalformedError) as caught:
+        ucp.open(source)
+    assert "ds_autoep_layers" in str(caught.value)

@@ -6,8 +6,8 @@ wrote  atoms/
 <BLANKLINE>
 Notes
   - no optimizer
->>> render_html(page[:1])
-'<table><tr><td>wrote</td><td>atoms/</td></tr></table>'
+>>> render_html(page[1:])
+'<h4>Notes</h4><ul><li>no optimizer</li></ul>'
 """
 
 from __future__ import annotations
@@ -117,10 +117,25 @@ def _section_html(section: Section) -> str:
     title, more = (_tag(tag, text) if text else "" for tag, text in (("h4", section.title), ("p", section.more)))
     if section.is_list:
         return f"{title}<ul>{''.join(_tag('li', item) for (item,) in section.rows)}</ul>"
-    head = "".join(_tag("th", column.removeprefix(">")) for column in section.columns)
-    rows = ["".join(_tag("td", cell) for cell in row) for row in section.rows]
-    return f"{title}<table>{''.join(f'<tr>{row}</tr>' for row in (head, *rows) if row)}</table>{more}"
+    sides = [f' style="text-align:{"right" if column.startswith(">") else "left"}"' for column in section.columns]
+    head = [
+        _tag("th", text.removeprefix(">"), f' scope="col"{side}')
+        for text, side in zip(section.columns, sides, strict=True)
+    ]
+    first = "td" if section.columns else "th"  # the label of a fact
+    rows = [
+        "".join(
+            _tag(first if number == 0 else "td", cell, sides[number] if sides else _LEFT)
+            for number, cell in enumerate(row)
+        )
+        for row in section.rows
+    ]
+    return f"{title}<table>{''.join(f'<tr>{row}</tr>' for row in (''.join(head), *rows) if row)}</table>{more}"
 
 
-def _tag(name: str, text: str) -> str:
-    return f"<{name}>{escape(printable(text)).replace(chr(10), '<br>')}</{name}>"
+_LEFT = ' style="text-align:left"'
+"""Notebooks align cells to the right."""
+
+
+def _tag(name: str, text: str, attributes: str = "") -> str:
+    return f"<{name}{attributes}>{escape(printable(text)).replace(chr(10), '<br>')}</{name}>"

@@ -31,7 +31,7 @@ from ucp.live.exchange.carry import CarryOptions
 from ucp.live.exchange.stages import Exchange
 from ucp.live.match.decide import LoadOptions
 from ucp.live.match.names import NameOptions
-from ucp.live.model.parallel.experts import Experts
+from ucp.live.model.parallel.experts import PlacementLike
 from ucp.live.resume.rank_extras import RankPolicy
 from ucp.live.run.mesh import RunMesh, is_device_mesh
 from ucp.source.run_state import SCHEDULER
@@ -61,7 +61,7 @@ class LoadRequest:
     """What to do with the state that each rank saved for itself."""
     carry: CarryOptions = field(default_factory=CarryOptions)
     """How to read and exchange bytes."""
-    experts: Experts | None = None
+    placement: PlacementLike | None = None
     """Which ranks hold which experts."""
     scheduler: str | None = None
     """Key of the scheduler's state in the checkpoint, if the user chose one."""
@@ -81,7 +81,7 @@ class LoadRequest:
         exchange: str = Exchange.AUTO,
         verify: bool = False,
         progress: object = False,
-        experts: Experts | None = None,
+        placement: PlacementLike | None = None,
         **shared: Unpack[LoadArguments],
     ) -> LoadRequest:
         """The arguments on rank `rank` of `ranks`. `shared`: options that conversions also have. Raises UsageError."""
@@ -117,7 +117,7 @@ class LoadRequest:
                 verify=switch_parser("verify")(verify),
                 observer=choose_observer(progress, rank=rank),
             ),
-            experts=experts,
+            placement=placement,
         )
 
     @property
@@ -139,7 +139,7 @@ class LoadRequest:
             "exchange": self.carry.exchange,
             "memory": self.carry.memory,
             "verify": self.carry.verify,
-            "experts": self.experts,
+            "placement": self.placement,
         }
 
 

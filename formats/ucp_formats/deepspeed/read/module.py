@@ -32,7 +32,7 @@ from ucp_formats.deepspeed.config import RunConfig
 from ucp_formats.deepspeed.names import FileName
 from ucp_formats.deepspeed.read.files import SavedFile
 from ucp_formats.deepspeed.read.optimizer.saved import UnshardedOptimizer
-from ucp_formats.deepspeed.read.stacks import ExpertStacks
+from ucp_formats.deepspeed.read.stacks import LAYERS, ExpertStacks
 
 EMPTY_SHAPES = "empty_param_shapes"
 """Key that only ucp writes: the shapes of parameters without elements, which DeepSpeed's stage 3 does not record."""
@@ -82,6 +82,8 @@ class ModelStates:
     """Shapes of frozen parameters, where they are recorded."""
     fragments: Mapping[str, TensorRef]
     """Frozen parameters: under ZeRO-3 the chunk of this rank, flat; else copies of the module's tensors."""
+    stacks: ExpertStacks
+    """Experts that AutoEP stacked."""
     empty: Mapping[str, Shape]
     """Shapes of parameters without elements, as ucp writes them."""
     shared: Mapping[str, str]
@@ -111,7 +113,8 @@ class ModelStates:
             for key in ("frozen_param_fragments", "shared_params")
         )
         tensors = module if isinstance(module, dict) else {}
-        shared = {**ExpertStacks.of(root, file.path).router_copies(tensors), **shared}
+        stacks = ExpertStacks.of(root, file.path)
+        shared = {**stacks.router_copies(tensors), **shared}
         return cls(
             file=file,
             module=None if module is None else SavedModule.of(module, "module"),
@@ -120,6 +123,7 @@ class ModelStates:
             fragments={
                 name: require_tensor(ref, f"{name} in frozen_param_fragments") for name, ref in fragments.items()
             },
+            stacks=stacks,
             empty=_shapes(root, EMPTY_SHAPES),
             shared={alias: text(name, f"{alias} in shared_params") for alias, name in shared.items()},
             buffers=tuple(map(str, buffers)) if isinstance(buffers, list) else None,
@@ -154,14 +158,16 @@ class ModelStates:
         return {**dict.fromkeys(self.buffers or ()), **self.frozen}
 
     @property
-    def stacks(self) -> ExpertStacks:
-        """Experts that AutoEP stacked."""
-        return ExpertStacks.of(self.file.root, self.file.path)
-
-    @property
     def ranks(self) -> int | None:
         """Data-parallel ranks."""
         return self.count("dp_world_size") or None
+
+    def saved(self, key: str) -> object:
+        """What the file records under `key`, as far as it is the same on all ranks."""
+        if key == "param_shapes" and self.stacks.by_rank:  # ranks have stacks of different numbers of experts
+            shapes = self.stacks.local_shape
+            return [{name: shapes(name, shape, 0) for name, shape in group.items()} for group in self.groups]
+        return self.stacks if key == LAYERS else self.file.root.get(key)
 
     def count(self, key: str) -> int | None:
         """The count under `key`, for example of steps or ranks; None if it is not recorded."""

@@ -25,6 +25,7 @@ from ucp_formats.deepspeed.names import FileName, Role, TagFolder
 from ucp_formats.deepspeed.read.files import SavedFile, parse_files, read_files
 from ucp_formats.deepspeed.read.module import ModelStates, SavedModule, shapes_by_group
 from ucp_formats.deepspeed.read.optimizer.saved import OptimizerFile, UnshardedOptimizer
+from ucp_formats.deepspeed.read.stacks import LAYERS
 
 TIED = "tied_modules."
 """Start of the names of tied parameters of a pipeline."""
@@ -338,8 +339,8 @@ def _check_same_run(models: Collection[ModelStates], optimizers: Collection[Opti
     problems.check_agreement("zero_stage", {file.name.name: file.stage for file in optimizers})
     if optimizers:
         problems.check_agreement("the number of ranks", {file.name.name: file.ranks for file in files})
-    for key in ("param_shapes", "frozen_param_shapes"):
-        known = [value for model in models if (value := model.file.root.get(key)) is not None]
+    for key in ("param_shapes", "frozen_param_shapes", LAYERS):
+        known = [value for model in models if (value := model.saved(key)) is not None]
         if any(other != known[0] for other in known[1:]):
             names = ", ".join(model.name.name for model in models)
             problems.wrong.append(f"{names}: {key} differs between these files: some are from another run")

@@ -1,8 +1,9 @@
 """Experts that AutoEP stacked: each rank trains `PREFIX.w1`, `.w2` and `.w3`, with its experts along dim 0.
 
 `ds_autoep_layers` of the model-states files lists the layers with experts (`_save_moe_checkpoint`, runtime/engine.py,
-0.19.8). Optimizer files and `param_shapes` have the stack of each expert-parallel rank; the ranks' stacks, one after
-another, are the global tensor. Up to ZeRO-2, the model's weights are in a file per expert, as `PREFIX.w1.EXPERT`.
+0.19.8). Optimizer files and `param_shapes` have the stack of each expert-parallel rank. Rank 0 has the first experts,
+and so on, unless `expert_placement` says otherwise. Up to ZeRO-2, the model's weights are in a file per expert, as
+`PREFIX.w1.EXPERT`.
 
 >>> layer = {"expert_key_prefix": "mlp.experts", "num_experts": 4, "ep_size": 2}
 >>> stacks = ExpertStacks.of({"ds_autoep_layers": [layer]}, "the file")
@@ -15,19 +16,22 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ucp.contract.plugins import pattern
 from ucp.contract.ranks import Problems
-from ucp.core.layout import Layout
+from ucp.core.layout import AxisLayout, Layout
 from ucp.core.region import Box
 from ucp.core.tensor import TensorRef
 from ucp.core.union import ShardedTensor, ShardSet, StoredShard
 from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.pickle.fields import Shape, require_integer, require_mapping, require_sequence, text
+from ucp.placement.descriptor import ExpertsByRank
+from ucp_formats.deepspeed.placement import divide_evenly, read_experts_by_rank
 
 LAYERS = "ds_autoep_layers"
 """Key of the list of layers."""
 INFO = "universal_checkpoint_info"
 """Key of a record that has the list too; only this one is in universal checkpoints that ucp wrote."""
-_PLACEMENT = "expert_placement"
+_PARTS = ("w1", "w2", "w3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,8 @@ class ExpertStacks:
     """Expert-parallel ranks."""
     layers: tuple[str, ...] = ()
     """Names of the modules that AutoEP put in place of the model's."""
+    by_rank: Mapping[str, ExpertsByRank] = field(default_factory=dict)
+    """Parameter to the experts of each rank, where they are not equal runs in order."""
 
     @classmethod
     def of(cls, root: Mapping[object, object], where: str) -> ExpertStacks:
@@ -48,25 +54,25 @@ class ExpertStacks:
         recorded = (root.get(LAYERS), root.get("autoep_layers"), info.get(LAYERS) if isinstance(info, dict) else None)
         saved = next((layers for layers in recorded if layers is not None), None)
         counts: dict[str, int] = {}
+        by_rank: dict[str, ExpertsByRank] = {}
         degrees: set[int] = set()
         names: list[str] = []
         for item in () if saved is None else require_sequence(saved, LAYERS):
             layer = require_mapping(item, f"a layer in {LAYERS}")
             prefix = text(layer.get("expert_key_prefix"), f"expert_key_prefix in {LAYERS}")
             count, ep = (require_integer(layer.get(key), f"{key} of {prefix}") for key in ("num_experts", "ep_size"))
-            if ep < 1 or count < 1 or count % ep:
-                raise MalformedError(f"expected ep_size of {prefix} in {where} to divide num_experts {count}; got {ep}")
-            if layer.get(_PLACEMENT) is not None and not _is_even(layer[_PLACEMENT], count, ep):
-                raise UnsupportedError(
-                    f"expected equal runs of experts on the {ep} expert-parallel ranks in {_PLACEMENT} of {prefix} "
-                    f"({where}); got another placement, which ucp does not read yet"
-                )
+            if ep < 1 or count < 1:
+                raise MalformedError(f"expected ep_size and num_experts of {prefix} in {where} >= 1; got {ep}, {count}")
+            stacked = [f"{prefix}.{part}" for part in _PARTS]
+            placed = read_experts_by_rank(layer, stacked, count, ep, f"{prefix} in {where}")
+            if placed != divide_evenly(count, ep):
+                by_rank |= dict.fromkeys(stacked, placed)
             degrees.add(ep)
             names.append(prefix.removesuffix(".experts"))
-            counts |= {f"{prefix}.{part}": count for part in ("w1", "w2", "w3")}
+            counts |= dict.fromkeys(stacked, count)
         if len(degrees) > 1:
             raise UnsupportedError(f"expected one ep_size in {LAYERS} of {where}; got {sorted(degrees)}")
-        return cls(counts, max(degrees, default=1), tuple(names))
+        return cls(counts, max(degrees, default=1), tuple(names), by_rank)
 
     def router_copies(self, names: Collection[str]) -> dict[str, str]:
         """Second name of a router's tensor to the first, for those among the module's `names`.
@@ -85,16 +91,28 @@ class ExpertStacks:
         return copies
 
     def global_shape(self, name: str, shape: Shape) -> Shape:
-        """Shape of the global tensor of a parameter; `shape`: on one rank."""
+        """Shape of the global tensor of a parameter; `shape`: on rank 0."""
         if name not in self.counts:
             return shape
-        count = self.counts[name]
-        if not shape or shape[0] * self.ep != count:
+        if not shape or shape != self.local_shape(name, shape, 0):
             raise MalformedError(
-                f"expected {count // self.ep} experts along dim 0 of {name} on each of {self.ep} expert-parallel "
-                f"ranks, as in {LAYERS}; got the shape {list(shape)}"
+                f"expected {len(self.experts_of(name, 0))} experts along dim 0 of {name} on the first of {self.ep} "
+                f"expert-parallel ranks, as in {LAYERS}; got the shape {list(shape)}"
             )
-        return (count, *shape[1:])
+        return (self.counts[name], *shape[1:])
+
+    def local_shape(self, name: str, shape: Shape, rank: int) -> Shape:
+        """Shape of a parameter on a rank; `shape`: on another one, or of the global tensor."""
+        return (len(self.experts_of(name, rank)), *shape[1:]) if name in self.counts else shape
+
+    def experts_of(self, name: str, rank: int) -> tuple[int, ...]:
+        """Experts of a stack that a rank holds, in its order."""
+        return self.by_rank[name][rank] if name in self.by_rank else divide_evenly(self.counts[name], self.ep)[rank]
+
+    def axis(self, name: str) -> AxisLayout:
+        """How the expert-parallel ranks hold a stack."""
+        cut = pattern("indexes", by_part=self.by_rank[name]) if name in self.by_rank else pattern("shard", dim=0)
+        return AxisLayout("ep", self.ep, cut, LAYERS)
 
     def take(self, tensors: dict[str, TensorRef], problems: Problems) -> dict[str, ShardedTensor]:
         """The stacks that tensors of expert files make; these are removed from `tensors`."""
@@ -121,11 +139,3 @@ def _stack(refs: Sequence[TensorRef]) -> ShardedTensor:
     )
     shards = ShardSet(Layout(), (StoredShard({}, first, boxes=boxes),))
     return ShardedTensor(dtype=first.dtype, shape=(len(refs), *first.shape), shard_sets=(shards,))
-
-
-def _is_even(placement: object, count: int, ep: int) -> bool:
-    """Whether rank 0 has the first experts, and so on, the same number on each."""
-    ranks = require_sequence(require_mapping(placement, _PLACEMENT).get("ranks"), f"ranks of {_PLACEMENT}")
-    held = {entry["rank"]: list(entry["experts"]) for entry in ranks if isinstance(entry, dict)}
-    share = count // ep
-    return held == {rank: [*range(rank * share, (rank + 1) * share)] for rank in range(ep)}

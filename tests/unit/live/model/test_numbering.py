@@ -8,7 +8,7 @@ from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import LoadError, UsageError
 from ucp.live.adapters import LiveModel
-from ucp.live.model.parallel.experts import ExpertMap, Experts
+from ucp.live.model.parallel.experts import ExpertMap, PlacementLike
 from ucp.live.model.parallel.numbering import name_globally, survey_numbers
 from ucp.live.parts import LivePart, LiveTensor
 from ucp.live.run.mesh import RunMesh
@@ -24,7 +24,7 @@ def named(
     topology: str,
     *,
     stored: tuple[str, ...] = (),
-    experts: Experts | None = None,
+    experts: PlacementLike | None = None,
     rename=None,
 ) -> list[list[str]]:
     """Names in the whole model, per rank."""
@@ -149,8 +149,8 @@ def test_experts_by_layer():
 def test_experts_that_make_no_row_are_refused():
     with pytest.raises(LoadError, match=r"ep rank 0 0, 1, ep rank 1 3;") as raised:
         named([model(*experts(0, 1)), model(*experts(3))], "dp=2,ep=2")
-    assert "pass experts={expert: ranks}" in str(raised.value)
-    with pytest.raises(LoadError, match=r"ep rank 0 0, ep rank 1 0, 1; experts= .*0, 1 .*rank 0"):
+    assert "pass placement={expert: ranks}" in str(raised.value)
+    with pytest.raises(LoadError, match=r"ep rank 0 0, ep rank 1 0, 1; placement= .*0, 1 .*rank 0"):
         named([model(*experts(0)), model(*experts(0, 1))], "dp=2,ep=2", experts={0: 0, 1: 0, 2: 1, 3: 1})
 
 
@@ -161,7 +161,7 @@ def test_experts_that_make_no_row_are_refused():
         ({"a": 0}, "got 'a': 0"),
         ({0: []}, r"got 0: \[\]"),
         ({0: "01"}, "got 0: '01'"),
-        ([0, 1], r"as {expert: ranks} or {layer: {expert: ranks}}; got \[0, 1\]"),
+        ([0, 1], r"expert: ranks}}; got \[0, 1\]"),
         ({0: {0: 0}, 1: 1}, "got both"),
         ({0: {0: 7}}, "got layer 0: 0: 7"),
     ],

@@ -264,22 +264,22 @@ def test_experts_in_one_tensor_dealt_out_by_a_map(tmp_path):
     saved = Saved(tmp_path, {STACKED: (3, 2)})
     held = [[2, 0], [0, 0, 1]]
     dealt = {2: 0, 0: [0, 1, 1], 1: 1}
-    load(saved.path, "dp=2,ep=2", lambda rank: {STACKED: saved[STACKED][held[rank]]}, experts=dealt)
+    load(saved.path, "dp=2,ep=2", lambda rank: {STACKED: saved[STACKED][held[rank]]}, placement=dealt)
 
 
 def test_experts_in_one_tensor_by_a_placement(tmp_path):
     saved = Saved(tmp_path, {STACKED: (3, 2)})
     placement = Placement(cluster=Cluster(nodes=2, slots=3), layers={0: (2, 0, 0, 1, 2, 0)})
     held = [[2, 0, 0], [1, 2, 0]]
-    load(saved.path, "dp=2,ep=2", lambda rank: {STACKED: saved[STACKED][held[rank]]}, experts=placement)
+    load(saved.path, "dp=2,ep=2", lambda rank: {STACKED: saved[STACKED][held[rank]]}, placement=placement)
     with pytest.raises(UsageError):
-        load(saved.path, "dp=1,ep=1", lambda rank: {STACKED: saved[STACKED]}, experts=placement)
+        load(saved.path, "dp=1,ep=1", lambda rank: {STACKED: saved[STACKED]}, placement=placement)
 
 
 @pytest.mark.parametrize(
     ("dealt", "error", "said"),
     [
-        ({4: 0, 3: 0, 2: 1, 1: 1}, UsageError, r"layers.0.experts.up: experts=\{4: ...\}, expected 0 to 3"),
+        ({4: 0, 3: 0, 2: 1, 1: 1}, UsageError, r"layers.0.experts.up: placement=\{4: ...\}, expected 0 to 3"),
         ({5: {3: 0, 2: 0, 1: 1, 0: 1}}, UsageError, r"\(0\); got one .*layer 5"),
         ({0: [0, 0], 1: [1, 1]}, LoadError, r"layers.0.experts.up: experts 2, 3 are"),
     ],
@@ -287,13 +287,13 @@ def test_experts_in_one_tensor_by_a_placement(tmp_path):
 def test_a_map_of_experts_that_is_not_that_of_the_tensor_is_refused(tmp_path, dealt, error, said):
     saved = Saved(tmp_path, {STACKED: (4, 3, 2)})
     with pytest.raises(error, match=said):
-        load(saved.path, "dp=2,ep=2", lambda rank: {STACKED: split(saved[STACKED], 2, rank)}, experts=dealt)
+        load(saved.path, "dp=2,ep=2", lambda rank: {STACKED: split(saved[STACKED], 2, rank)}, placement=dealt)
 
 
 @pytest.mark.parametrize(
     ("name", "topology", "error", "said"),
     [
-        (STACKED, "dp=2,ep=2", LoadError, r"; ep=2 pieces.*\[2, 3, 2\] of \[4, 3, 2\]"),
+        (STACKED, "dp=2,ep=2", LoadError, r"; ep=2 indexes.*\[2, 3, 2\] of \[4, 3, 2\]"),
         (STACKED, None, UsageError, "no topology"),
         ("w", "dp=2,ep=2", UsageError, r"\(none .*; got .*all layers"),
     ],
@@ -301,7 +301,7 @@ def test_a_map_of_experts_that_is_not_that_of_the_tensor_is_refused(tmp_path, de
 def test_a_map_of_experts_is_not_dropped_where_all_is_held_or_there_are_none(tmp_path, name, topology, error, said):
     saved = Saved(tmp_path, {name: (4, 3, 2)})
     with pytest.raises(error, match=said):
-        load(saved.path, topology, lambda rank: {name: saved[name]}, experts={3: 0, 2: 0, 1: 1, 0: 1})
+        load(saved.path, topology, lambda rank: {name: saved[name]}, placement={3: 0, 2: 0, 1: 1, 0: 1})
 
 
 def test_experts_in_one_tensor_are_cut_over_expert_tensor_ranks_too(tmp_path):
@@ -321,7 +321,7 @@ def test_replicas_of_an_expert_each_get_its_states(tmp_path):
     saved = Saved(tmp_path, dict.fromkeys(names, (3,)), states=("weight", "exp_avg", "exp_avg_sq"))
     own = module(dict.fromkeys([f"layers.0.experts.{number}.w" for number in range(3)], (3,)))
     optimizer = optim.Adam(own.parameters())
-    report = load_into(own, "dp=1", saved.path, optimizer=optimizer, experts={1: [0, 0], 0: 0})
+    report = load_into(own, "dp=1", saved.path, optimizer=optimizer, placement={1: [0, 0], 0: 0})
     for number, whole in enumerate([1, 1, 0]):
         param = own.get_parameter(f"layers.0.experts.{number}.w")
         for state, held in {**optimizer.state[param], "weight": param.detach()}.items():
@@ -485,7 +485,7 @@ def test_ranks_whose_models_lie_in_other_ways_wait_for_one_another(tmp_path):
     def place(ranks: ThreadRanks) -> tuple[str, ...]:
         live = LiveRun(model=model, has_global_names=ranks.rank == 0, has_global_parts=ranks.rank == 0)
         mesh = RunMesh.from_topology(None, rank=ranks.rank)
-        placed = place_run(live, index, mesh, ranks, options=SourceOptions(), rename=None, experts=None)
+        placed = place_run(live, index, mesh, ranks, options=SourceOptions(), rename=None, placement=None)
         return placed.model.tensors[0].global_names
 
     assert run(2, place) == [("w",), ("w",)]

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -15,13 +14,12 @@ from typing import TypeAlias
 
 from ucp.contract.plugins import pattern
 from ucp.core.layout import Pattern
-from ucp.core.region import Box, RegionPair
 from ucp.errors import UsageError
 from ucp.placement.placement import Placement
 
 ExpertRanks: TypeAlias = Mapping[int, int | Sequence[int]]
 """Expert to the expert-parallel ranks that hold it; a rank that is listed twice holds two replicas."""
-Experts: TypeAlias = ExpertRanks | Mapping[int, ExpertRanks] | Placement
+PlacementLike: TypeAlias = ExpertRanks | Mapping[int, ExpertRanks] | Placement
 """Ranks of the experts of all layers, or by layer; or a placement, whose GPUs are the ranks."""
 
 
@@ -33,20 +31,23 @@ class ExpertMap:
     """Layer (None: all) to the experts of each rank, in its order."""
 
     @classmethod
-    def parse(cls, experts: Experts | None, *, ep: int) -> ExpertMap:
+    def parse(cls, placement: PlacementLike | None, *, ep: int) -> ExpertMap:
         """The map of the user. Raises UsageError for anything else, and for ranks not below `ep`."""
-        if experts is None:
+        if placement is None:
             return cls({})
-        if isinstance(experts, Placement):
-            return _from_placement(experts, ep)
-        if not isinstance(experts, Mapping) or not experts:
-            raise UsageError(f"expected experts as {{expert: ranks}} or {{layer: {{expert: ranks}}}}; got {experts!r}")
-        by_layer = [isinstance(value, Mapping) for value in experts.values()]
+        if isinstance(placement, Placement):
+            return _from_placement(placement, ep)
+        if not isinstance(placement, Mapping) or not placement:
+            raise UsageError(
+                "expected placement= as a ucp.Placement, {expert: ranks} or {layer: {expert: ranks}}; "
+                f"got {placement!r}"
+            )
+        by_layer = [isinstance(value, Mapping) for value in placement.values()]
         if all(by_layer):
-            return cls({layer: _parse_ranks(value, f"layer {layer}: ", ep) for layer, value in experts.items()})
+            return cls({layer: _parse_ranks(value, f"layer {layer}: ", ep) for layer, value in placement.items()})
         if any(by_layer):
-            raise UsageError("expected experts by layer for every layer, or for none; got both")
-        return cls({None: _parse_ranks(experts, "", ep)})
+            raise UsageError("expected placement= by layer for every layer, or for none; got both")
+        return cls({None: _parse_ranks(placement, "", ep)})
 
     def find_order(self, *, layer: int | None, ep: int) -> tuple[int, ...] | None:
         """Experts that rank `ep` holds of a layer, in its order; None if the map does not name the layer."""
@@ -68,28 +69,14 @@ class ExpertMap:
             known = ", ".join(str(layer) for layer in sorted(layer for layer in layers if layer is not None))
             got = f"layer {', '.join(unknown)}" if unknown else "all layers"
             raise UsageError(
-                f"expected experts= for layers of the model that have experts ({known or 'none has a number'}); got "
+                f"expected placement= for layers of the model that have experts ({known or 'none has a number'}); got "
                 f"one for {got}"
             )
 
-    def make_pattern(self, shape: tuple[int, ...], *, layer: int | None, ep: int) -> Pattern | None:
-        """How a tensor of all experts of a layer, [experts, ...], is cut over `ep` ranks; None as for `find_order`."""
-        copies: Counter[int] = Counter()
-        pieces_of_ranks = []
-        for rank in range(ep):
-            order = self.find_order(layer=layer, ep=rank)
-            if order is None:
-                return None
-            pairs = []
-            for position, expert in enumerate(order):
-                pairs.append(RegionPair(_slab(shape, expert), _slab(shape, position), copies[expert]))
-                copies[expert] += 1
-            pieces_of_ranks.append(tuple(pairs))
-        return pattern("pieces", held=tuple(pieces_of_ranks))
-
-
-def _slab(shape: tuple[int, ...], position: int) -> Box:
-    return Box((position, *(0,) * (len(shape) - 1)), (1, *shape[1:]))
+    def make_pattern(self, *, layer: int | None) -> Pattern | None:
+        """How a tensor of all experts of a layer, [experts, ...], is cut over the ranks; None as for `find_order`."""
+        by_rank = self.layers.get(layer, self.layers.get(None))
+        return None if by_rank is None else pattern("indexes", by_part=by_rank)
 
 
 def _from_placement(placement: Placement, ep: int) -> ExpertMap:

@@ -117,13 +117,13 @@ class LayoutFinder:
             unknown, _ = self._compare_experts(tensor, atom)
             if unknown:
                 numbers, last = ", ".join(map(str, unknown)), atom.global_shape[0] - 1
-                errors.append(f"{tensor.name}: experts={{{numbers}: ...}}, expected 0 to {last}")
+                errors.append(f"{tensor.name}: placement={{{numbers}: ...}}, expected 0 to {last}")
             is_mapped = bool(self._experts.layers) and _is_stacked(tensor.global_names[0])
             if tensor.part.local_shape != atom.global_shape or dim is not None or is_mapped:
                 candidates[tensor.name] = self._find_candidates_of(tensor, atom, attributes)
         if errors:
             raise UsageError(
-                f"expected partition_dim and experts= within the shapes of the tensors; got\n{format_list(errors)}"
+                f"expected partition_dim and placement= within the shapes of the tensors; got\n{format_list(errors)}"
             )
         return candidates
 
@@ -159,7 +159,7 @@ class LayoutFinder:
             is_open=len(proposed) > 1,
             padded=padded,
             refused=next(iter(proposed), marked),
-            unassigned=f"experts {numbers} are not assigned to any rank in experts=" if unassigned else "",
+            unassigned=f"experts {numbers} are not assigned to any rank in placement=" if unassigned else "",
             hint="" if fitting else hint or self._describe_remedy(proposed),
         )
 
@@ -222,7 +222,7 @@ class LayoutFinder:
         parts = self._degrees["ep"]
         if not _is_stacked(name) or not shape:
             return ()
-        mapped = self._experts.make_pattern(shape, layer=_find_layer_number(name), ep=parts)
+        mapped = self._experts.make_pattern(layer=_find_layer_number(name))
         return self._make_axes("ep", pattern("shard", dim=0)) if mapped is None else (AxisLayout("ep", parts, mapped),)
 
     def _is_padding(self, shape: tuple[int, ...], local: tuple[int, ...]) -> bool:
@@ -266,7 +266,7 @@ class LayoutFinder:
             layouts = " or ".join(dict.fromkeys(map(format_layout, proposed)))
             return (
                 f"{layouts} does not give that shape. Correct the topology, or what says how it is cut: "
-                "partition_dim of the parameter, experts= or patterns="
+                "partition_dim of the parameter, placement= or patterns="
             )
         why = f" ({self._why_no_rules})" if self._why_no_rules else ""
         return (

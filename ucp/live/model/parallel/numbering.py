@@ -224,7 +224,7 @@ class _Numbering:
         if errors:
             raise LoadError(
                 "expected expert-parallel ranks to number experts consecutively through all ranks, or each from 0; "
-                f"got\n{format_list(list(errors))}\nIf experts are assigned otherwise, pass experts={{expert: ranks}}"
+                f"got\n{format_list(list(errors))}\nIf experts are assigned otherwise, pass placement={{expert: ranks}}"
             )
         return experts
 
@@ -248,7 +248,7 @@ class _Numbering:
         if set(order) == set(numbers):
             return numbers
         raise ValueError(
-            f"{_describe('ep rank', places)}; experts= assigns {_format_numbers(order)} to ep rank {place[1]}"
+            f"{_describe('ep rank', places)}; placement= assigns {_format_numbers(order)} to ep rank {place[1]}"
         )
 
     def _collect(

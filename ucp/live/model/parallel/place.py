@@ -13,7 +13,7 @@ from ucp.core.layout import Layout
 from ucp.core.target import Slice
 from ucp.errors import UsageError
 from ucp.live.adapters import LiveModel, LiveRun
-from ucp.live.model.parallel.experts import ExpertMap, Experts
+from ucp.live.model.parallel.experts import ExpertMap, PlacementLike
 from ucp.live.model.parallel.layouts import Candidates, LayoutFinder, find_expert_layers, format_layout
 from ucp.live.model.parallel.numbering import name_globally, survey_numbers
 from ucp.live.run.mesh import RunMesh
@@ -31,7 +31,7 @@ def place_run(
     *,
     options: SourceOptions,
     rename: Callable[[str], str] | None,
-    experts: Experts | None,
+    placement: PlacementLike | None,
 ) -> LiveRun:
     """The run with names and parts of the whole model. Collective.
 
@@ -40,14 +40,14 @@ def place_run(
     UsageError, e.g. for a map of experts that do not exist.
     """
 
-    def parse_experts() -> ExpertMap:
-        if experts is not None and (run.has_global_parts or mesh.topology is None):
+    def parse_placement() -> ExpertMap:
+        if placement is not None and (run.has_global_parts or mesh.topology is None):
             has_layout = run.has_global_parts
             got = "a model whose layout is known" if has_layout else "no topology: pass one, such as dp=1"
-            raise UsageError(f"expected experts= only with plain modules of local shapes and a topology; got {got}")
-        return ExpertMap.parse(experts, ep=mesh.degree("ep"))
+            raise UsageError(f"expected placement= only with plain modules of local shapes and a topology; got {got}")
+        return ExpertMap.parse(placement, ep=mesh.degree("ep"))
 
-    expert_map = run_together(ranks, parse_experts)
+    expert_map = run_together(ranks, parse_placement)
     surveys = ranks.share(survey_numbers(run.model))
     model = run_together(
         ranks,

@@ -107,8 +107,8 @@ class FlatGroupStates:
     """Parameter to its global shape, where each expert-parallel rank has a part; the parts are added one by one."""
     coords: Mapping[str, int] = field(default_factory=dict)
     """Coordinates of these ranks on axes other than dp."""
-    axes: tuple[AxisLayout, ...] = ()
-    """How the parameters are split over those axes."""
+    axes: Mapping[str, tuple[AxisLayout, ...]] = field(default_factory=dict)
+    """Parameter to how it is split over those axes, where it is."""
 
 
 def add_flat_group(part: OptimizerPart, group: FlatGroupStates, checksums: Checksums, problems: Problems) -> None:
@@ -178,9 +178,9 @@ class _GroupReader:
         if not self._check_dtype(name, tensors) or not self._check_present(name, absent):
             return
         first = next(iter(tensors.values()))
-        unsplit = Layout(self.group.axes)
         starts_by_param = self._find_starts(layout)
         for (param, shape), states in zip(self.group.shapes.items(), self.states.values(), strict=True):
+            unsplit = Layout(self.group.axes.get(param, ()))
             if param not in starts_by_param:
                 shards = ShardSet(unsplit, (StoredShard(self.group.coords, first),))
             elif layout.ranks == 1:
@@ -204,7 +204,8 @@ class _GroupReader:
             starts = self.shards_by_layout[id(layout)] = {}
             split = Layout()
             for param, axis in layout.axes().items():
-                split = split if split.flat and split.flat[0] is axis else Layout(self.group.axes, (axis,))
+                axes = self.group.axes.get(param, ())
+                split = split if split.flat and split.flat[0] is axis and split.axes == axes else Layout(axes, (axis,))
                 starts[param] = split, []
             for rank in self.files:
                 for param, span in layout.spans(rank).items():

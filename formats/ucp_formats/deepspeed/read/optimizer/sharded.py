@@ -48,9 +48,10 @@ def read_sharded(run: SavedRun, checksums: Checksums) -> OptimizerPart:
         )
     if run.stage == 3:
         experts = ExpertGroups.of(run, run.model.groups)
-        for number, shapes in enumerate(run.model.groups):
-            numels = {name: prod(shape) for name, shape in shapes.items()}
+        for number, first_shapes in enumerate(run.model.groups):
             for ep_rank, ranks in enumerate(experts.holders(number)):
+                shapes = experts.local_shapes(first_shapes, ep_rank)
+                numels = {name: prod(shape) for name, shape in shapes.items()}
                 holders = [run.optimizers[rank] for rank in ranks]
                 group = FlatGroupStates(
                     label=f"sub-group {number}",
@@ -102,11 +103,12 @@ def add_groups(part: OptimizerPart, run: SavedRun, checksums: Checksums, problem
     """Add the states of every group to `part`; return the parameters of each group, in the optimizer's order."""
     experts = ExpertGroups.of(run, run.model.groups)
     members = []
-    for number, shapes in enumerate(run.model.groups):
+    for number, first_shapes in enumerate(run.model.groups):
         holders = experts.holders(number)
         names: list[list[str]] = []
         for ep_rank, ranks in enumerate(holders):
             files = [run.optimizers[rank] for rank in ranks]
+            shapes = experts.local_shapes(first_shapes, ep_rank)
             buffer = _find_buffer(run, number, shapes, files)
             shards = []
             for rank, file in enumerate(files):
@@ -139,7 +141,7 @@ def _shard(file: OptimizerFile, rank: int, number: int, slot: int) -> Shard:
 
 def _find_buffer(run: SavedRun, number: int, shapes: Mapping[str, Shape], files: Sequence[OptimizerFile]) -> FlatBuffer:
     """The layout of a group's buffer that gives the shares the lengths in the files; if none does, the usual one."""
-    first = run.optimizers[min(run.optimizers)]
+    first = files[0]
     paddings = None
     if first.paddings is not None:
         paddings = first.paddings[number] if number < len(first.paddings) else ()

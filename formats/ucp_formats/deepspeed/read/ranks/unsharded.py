@@ -14,10 +14,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from ucp.contract.plugins import pattern
 from ucp.contract.ranks import Checksums
 from ucp.core.index import Kind
-from ucp.core.layout import AxisLayout, Layout
+from ucp.core.layout import Layout
 from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.core.union import ShardedTensor, ShardSet, StoredShard
 from ucp.errors import MalformedError, UnsupportedError
@@ -31,7 +30,6 @@ from ucp_formats.deepspeed.read.optimizer.zero0 import INFERRED, REMEDY, names_b
 from ucp_formats.deepspeed.read.ranks.merge import RankPart
 from ucp_formats.deepspeed.read.ranks.pipeline import pipeline_modules
 from ucp_formats.deepspeed.read.run import SavedGrid
-from ucp_formats.deepspeed.read.stacks import LAYERS
 
 
 def read_unsharded(
@@ -149,11 +147,11 @@ def read_expert_ranks(
         # AutoEP appends the parameters it makes, so an optimizer has the routers after all others
         local_params = {local: params[names[local]] for local in sorted(names, key=lambda n: n.startswith(routers))}
         for name, tensor in stacked.items():
-            shape = (tensor.shape[0] // ep, *tensor.shape[1:])
+            shape = model.stacks.local_shape(name, tensor.shape, rank)
             local_params[name] = tensor.first.strided(0, shape, contiguous_strides(shape))
         part = read_optimizer(replace(saved, recorded=recorded), local_params, checksums, stacked=stacked)
-        held = Layout((AxisLayout("ep", ep, pattern("shard", dim=0), LAYERS),))
         for name in stacked.keys() & part.states.keys():
+            held = Layout((model.stacks.axis(name),))
             for key, state in part.states[name].items():
                 if isinstance(state, ShardedTensor):
                     shards = ShardSet(held, (StoredShard({"ep": rank, "dp": 0}, state.first),))

@@ -1,6 +1,6 @@
 """On a CUDA machine: a mixture-of-experts model that is streamed to the GPU, beside the whole model on it.
 
-    python tests/bench/stream_cuda.py [--gigabytes 4] [--passes 4] [--device cuda]
+    python tests/bench/streaming/stream_cuda.py [--gigabytes 4] [--passes 4] [--device cuda]
 
 The outputs must be those of the whole model, bit for bit: exits with 1 if they differ. Prints the time of a pass, the
 memory of the GPU, and what the formula of the ring says: max(compute, read) of a layer, times the layers.

@@ -1,0 +1,92 @@
+"""`ucp.stream` with several ranks: each reads a part of what they hold alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ucp
+from tests.unit.live.streaming.test_stream import Model, save
+from tests.unit.live.threads import ThreadRanks, run
+from ucp.errors import LoadError, MissingFileError, UsageError
+from ucp.streaming import share
+
+TOKENS = torch.arange(12).reshape(3, 4)
+
+
+def start(path: Path, ranks: ThreadRanks, kind: str = "", exchange: str = "always") -> tuple[nn.Module, ucp.Stream]:
+    with torch.device("meta"):
+        model = Model(kind)
+    return model, ucp.stream(model, f"dp={ranks.count}", path, process_group=ranks, exchange=exchange)  # type: ignore[arg-type]  # a str
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("kind", ["", "rows"])
+def test_each_rank_reads_its_part(kind: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(share, "_PART", 128)  # many windows
+    model = Model(kind)
+    path = save(model, tmp_path)
+    expected = model(TOKENS)
+
+    def work(ranks: ThreadRanks) -> tuple[list[Tensor], int, int]:
+        streamed, stream = start(path, ranks, kind)
+        outputs = [streamed(TOKENS) for _ in range(3)]
+        stream.close()
+        return outputs, stream.nbytes_read, stream.nbytes
+
+    for result in run(count, work):
+        assert not isinstance(result, Exception), result
+        outputs, nbytes_read, nbytes = result
+        assert all(torch.equal(output, expected) for output in outputs)
+        if not kind:
+            layers = (2 + 3 * 5) / 5  # layers of a pass, and those that are read ahead
+            assert abs(nbytes_read - layers * nbytes / count) < layers * 5 * 128
+
+
+def test_without_exchange_each_rank_is_on_its_own(tmp_path: Path) -> None:
+    model = Model()
+    path = save(model, tmp_path)
+    expected = model(TOKENS)
+
+    def work(ranks: ThreadRanks) -> int:
+        streamed, stream = start(path, ranks, exchange="auto")
+        assert all(torch.equal(streamed(TOKENS), expected) for _ in range(1 + ranks.rank))
+        stream.close()
+        return stream.nbytes_read * 5 // stream.nbytes
+
+    assert run(2, work) == [7, 12]
+
+
+def test_all_ranks_learn_of_a_failure(tmp_path: Path) -> None:
+    path = save(Model(), tmp_path)
+
+    def fail(*_: object) -> int:
+        raise MissingFileError("gone")
+
+    def work(ranks: ThreadRanks) -> None:
+        streamed, stream = start(path, ranks)
+        if ranks.rank == 1:
+            stream._reader._read = fail  # type: ignore[method-assign]  # reads of this rank fail from now on
+        try:
+            for _ in range(2):
+                streamed(TOKENS)
+        finally:
+            stream.close()
+
+    assert [type(error) for error in run(2, work)] == [LoadError, MissingFileError]
+
+
+def test_layers_out_of_step_are_refused(tmp_path: Path) -> None:
+    path = save(Model(), tmp_path)
+
+    def work(ranks: ThreadRanks) -> None:
+        streamed, stream = start(path, ranks)
+        try:
+            streamed.layers[3 + ranks.rank](torch.zeros(1, 8))  # type: ignore[index,operator]  # a list of modules
+        finally:
+            stream.close()
+
+    assert [type(error) for error in run(2, work)] == [UsageError] * 2
