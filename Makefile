@@ -1,4 +1,4 @@
-# make demo | test | check | registry | fuzz | slice | integration | dist | docs | bench | bench-scale: each installs what it needs into .venv first.
+# make demo | test | check | notebooks | browser | registry | fuzz | slice | integration | dist | docs | bench | bench-scale: each installs what it needs into .venv first.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -6,14 +6,14 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 # The CPU build; a plain "torch" would pull gigabytes of CUDA packages.
 TORCH := torch==2.13.0
 DEEPSPEED := deepspeed==0.19.8
-RAY := ray==2.60.0
+RAY := ray[train]==2.60.0
 TRANSFORMERS := transformers==5.23.0
 ACCELERATE := accelerate==1.15.0
 LIGHTNING := lightning==2.6.6
 TORCHTITAN := torchtitan==0.3.0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint check registry fuzz slice integration dist docs bench bench-scale mcore clean
+.PHONY: demo test lint check notebooks browser registry fuzz slice integration dist docs bench bench-scale mcore clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -76,6 +76,18 @@ lint: $(VENV)/.installed-dev
 check: lint
 	$(BIN)/python -m pytest -n auto -m "not integration" --cov --cov-report=term --cov-fail-under=90 -q
 
+# The notebooks of the docs run from start to end.
+notebooks: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -q -p no:xdist --nbmake docs/notebooks
+
+# The pages of --html in Chromium (apt-get install chromium chromium-driver). UCP_IMAGES=1 make browser also makes the pictures of the docs anew.
+browser: $(VENV)/.installed-browser
+	$(BIN)/python -m pytest -m integration -p no:xdist -rs tests/cli/pages/web
+
+$(VENV)/.installed-browser: $(VENV)/.installed-dev
+	$(PIP) "selenium>=4.20"
+	touch $@
+
 # How many (parameter, axis) pairs of the kept checkpoints a declared pattern places.
 registry: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.registry
@@ -90,7 +102,7 @@ slice: $(VENV)/.installed-deepspeed
 	DS_ACCELERATOR=cpu $(BIN)/python -m pytest -m integration -p no:xdist \
 	    tests/integration/conversion/test_slice.py tests/cli/pages/test_tutorial.py
 
-integration: $(VENV)/.installed-deepspeed $(VENV)/.installed-dist $(VENV)/.installed-ray $(VENV)/.installed-storage $(VENV)-transformers/.installed
+integration: $(VENV)/.installed-deepspeed $(VENV)/.installed-browser $(VENV)/.installed-dist $(VENV)/.installed-ray $(VENV)/.installed-storage $(VENV)-transformers/.installed
 	UCP_TRANSFORMERS=$(VENV)-transformers/bin/python DS_ACCELERATOR=cpu $(BIN)/python -m pytest -m integration -p no:xdist -s
 
 # The wheel and the sdist in dist/, tried in empty environments: every Python of `python3.11 python3.12 python3.13` that is there, and the oldest

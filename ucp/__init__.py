@@ -27,6 +27,7 @@ from ucp.api import (  # ucp.open is the name users look for
     diff,
     experts,
     inspect,
+    migrate,
     open,  # noqa: A004  # ucp.open is the name users look for
     place,
     plan,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from ucp.live.load import load_into
     from ucp.live.report import LoadReport
     from ucp.moe.report import ExpertsReport
+    from ucp.placement.migrate import Migration
     from ucp.placement.placement import Placement
     from ucp.replay.densify import DensifyReport, densify
     from ucp.saving.job import SaveHandle
@@ -70,6 +72,7 @@ else:
         "Full": "ucp.saving.plan",
         "LoadReport": "ucp.live.report",
         "PartialExperts": "ucp.saving.plan",
+        "Migration": "ucp.placement.migrate",
         "Placement": "ucp.placement.placement",
         "SaveHandle": "ucp.saving.job",
         "Snapshots": "ucp.saving.snapshots",
@@ -110,6 +113,7 @@ __all__ = [
     "ExpertsReport",
     "Full",
     "LoadReport",
+    "Migration",
     "PartialExperts",
     "Placement",
     "PlanReport",
@@ -130,6 +134,7 @@ __all__ = [
     "experts",
     "inspect",
     "load_into",
+    "migrate",
     "open",
     "place",
     "plan",

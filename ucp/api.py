@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, Unpack
 
@@ -30,10 +30,10 @@ from ucp.conversion.destination.disk import is_begun
 from ucp.conversion.option import switch_parser, type_path
 from ucp.conversion.options import ConvertOptions, make_options
 from ucp.conversion.plan_report import PlanReport, preview
-from ucp.conversion.prepare import SilentObserver
 from ucp.core.index import Index
 from ucp.errors import UsageError
 from ucp.io.folder import is_url, parse_path
+from ucp.log import LoggedObserver, log_report
 from ucp.source.moments import describe_zero_moments, detect_first_step
 from ucp.source.read import Survey, add_doubts, index_of, pause_gc, read_index, survey
 
@@ -48,6 +48,7 @@ __all__ = [
     "experts",
     "inspect",
     "is_unfinished",
+    "migrate",
     "open",
     "place",
     "plan",
@@ -200,6 +201,32 @@ def place(
     return replace(place_experts(tokens, cluster, threshold=threshold, goal=goal), notes=notes)
 
 
+def migrate(
+    before: ucp.Placement,
+    after: ucp.Placement,
+    *,
+    lost: Collection[int] = (),
+    checkpoint: type_path | None = None,
+    bandwidth: float | None = None,
+    tolerance: float | None = None,
+) -> ucp.Migration:
+    """How nodes that are left get the experts of a new placement: which becomes which, and who sends what.
+
+    `Migration.placement` is `after`, with its nodes in the order of those that are left, so that fewest experts move:
+    what `load_into(placement=...)` takes. With `tolerance`, such as 0.05, experts of as many replicas may also exchange
+    their slots so that fewer move: survival stays what it is, and the busiest GPU gets at most that share more tokens.
+
+    `before`, `after`: the placement until now, and that of the nodes that are left (`ucp.place`), of the same layers.
+    `lost`: nodes of `before`, by number. `checkpoint`: of the model, tells the bytes of experts. `bandwidth`: bytes
+    that a node sends or receives in a second. Raises UsageError if layers differ or there is no such node, SourceError
+    if the checkpoint cannot be read, MissingLibraryError without scipy.
+    """
+    from ucp.placement.migrate import measure_experts, plan_migration
+
+    sizes = None if checkpoint is None else measure_experts(inspect(checkpoint))
+    return plan_migration(before, after, lost=lost, nbytes_per_expert=sizes, bandwidth=bandwidth, tolerance=tolerance)
+
+
 def advise(
     *,
     checkpoint: type_path | None = None,
@@ -277,7 +304,9 @@ def convert(
     """
     from ucp.conversion.convert import carry_out
 
-    return carry_out(parse_path(src), parse_path(dst), make_options(**options), _check_observer(observer))
+    report = carry_out(parse_path(src), parse_path(dst), make_options(**options), _check_observer(observer))
+    log_report(report)
+    return report
 
 
 def is_unfinished(dst: type_path) -> bool:
@@ -286,10 +315,10 @@ def is_unfinished(dst: type_path) -> bool:
 
 
 def _check_observer(observer: Observer | None) -> Observer:
-    """The observer, or a silent one. Raises UsageError for anything else."""
+    """An observer that also logs. Raises UsageError for anything that is no observer."""
     if not isinstance(observer, Observer | None):
         raise UsageError(f"expected an observer (begin, advance, end) or None; got {observer!r}")
-    return SilentObserver() if observer is None else observer
+    return LoggedObserver(observer)
 
 
 def _threads(options: ConvertOptions, paths: Iterable[type_path | None]) -> int:
@@ -324,7 +353,7 @@ def verify(
     from ucp.checks.verify import verify_checkpoint
 
     checked = make_options(**options)
-    return verify_checkpoint(
+    report = verify_checkpoint(
         parse_path(path),
         against=None if against is None else parse_path(against),
         names=checked.selection,
@@ -333,6 +362,8 @@ def verify(
         threads=_threads(checked, (path, against)),
         observer=_check_observer(observer),
     )
+    log_report(report)
+    return report
 
 
 @takes_options(CompareArguments)

@@ -7,6 +7,7 @@ parameters fit a slot. An answer is accepted only if no other is possible.
 - `bounds`: the smallest and the largest number that each place can have, if numbers increase from place to place.
 - `narrow_in_order`, `narrow`: numbers that each place can have, if no number occurs twice; within each row they
   increase, or are in any order.
+- `deal`, without an order: which of its holders sends or writes each of some things.
 
 >>> places = possible_places([[Slots(((2, 3),)), Slots(((2,), None))]], [[(2, 3), (2,), (4,)]])
 >>> places
@@ -20,6 +21,7 @@ parameters fit a slot. An answer is accepted only if no other is possible.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -34,6 +36,22 @@ _State = tuple[int, tuple[int, ...]]
 
 class ManyWaysError(ValueError):
     """There are too many partial assignments to check them all."""
+
+
+def deal(holders: Iterable[Iterable[int]], nbytes: Iterable[int]) -> list[int | None]:
+    """For each of some things, in order, the holder with the fewest bytes so far; None for one without holders.
+
+    >>> deal([[0, 1], [0, 1], []], [4, 4, 4])
+    [0, 1, None]
+    """
+    loads: Counter[int] = Counter()
+    chosen = []
+    for numbers, size in zip(holders, nbytes, strict=True):
+        holder = min(numbers, key=lambda number: (loads[number], number), default=None)
+        if holder is not None:
+            loads[holder] += size
+        chosen.append(holder)
+    return chosen
 
 
 @dataclass(frozen=True, slots=True)

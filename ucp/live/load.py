@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, Protocol, Unpack, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Unpack
 
 from ucp.contract.protocols import Observer
 from ucp.conversion.arguments import LoadArguments, takes_options
@@ -20,7 +20,7 @@ from ucp.conversion.option import DtypeLike, TopologyLike, type_path
 from ucp.core.index import Index
 from ucp.io.provenance import check_unchanged
 from ucp.live.adapters import LiveRequest
-from ucp.live.exchange.carry import carry
+from ucp.live.exchange.memory import Memory, carry_with_memory
 from ucp.live.match.decide import Decision, check_agreement, decide, find_used_atoms, match
 from ucp.live.match.names import rename_to_model, reorder_to_optimizer
 from ucp.live.model.describe import describe_run
@@ -34,6 +34,7 @@ from ucp.live.resume.beside import ResumeOptions, ResumePlan, plan_resume
 from ucp.live.run.ranks import Ranks, find_ranks, run_together
 from ucp.live.run.request import LoadRequest
 from ucp.live.run.shared_index import read_once
+from ucp.log import log_report
 from ucp.source.read import index_of, pause_gc, read_with_options
 
 if TYPE_CHECKING:
@@ -42,14 +43,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
-
-
-@runtime_checkable
-class Memory(Protocol):
-    """What `ucp.save` keeps in host memory (`ucp.Snapshots`)."""
-
-    def overlay(self, index: Index, ranks: Ranks, *, exact: bool) -> Index:
-        """`index`, with newer parameters from the memory of all ranks. Collective."""
 
 
 @takes_options(LoadArguments)
@@ -138,9 +131,10 @@ def load_into(
         whose GPUs are the ranks; {expert: ranks}; or {layer: {expert: ranks}}. A rank that is listed twice for an
         expert holds two replicas of it. A rank holds its experts in the order of its slots, or of the dict.
     snapshots
-        `ucp.Snapshots` of this rank, if the checkpoint is a chain that `ucp.save` wrote with them: experts that ranks
-        still have in memory are loaded if they are newer, the rest is of the newest link. The report lists both
-        iterations. A rank whose process is new passes an empty one.
+        `ucp.Snapshots` of this rank: what ranks have in memory is loaded from there, each part from a rank that holds
+        it, and only experts that none holds from the checkpoint. The report lists all iterations. If parts other than
+        experts are missing in memory, too, experts alone are taken from there, where they are newer. A rank whose
+        process is new passes an empty one.
     param_order
         Names of the parameters in the order of the saved optimizer, if that identifies them by number; by default
         inferred from the order of `model` and of `optimizer`. See `ucp.convert`.
@@ -193,7 +187,9 @@ def load_into(
         dtype=request.dtype,
         masters=masters,
     )
-    return load_index(live, request, resume_options, objects, clock=clock)[1]
+    report = load_index(live, request, resume_options, objects, clock=clock)[1]
+    log_report(report, rank=ranks.rank)
+    return report
 
 
 def load_index(
@@ -220,7 +216,9 @@ def load_index(
         clock.lap("plan")
     run, index = decision.run, decision.index
     try:
-        traffic = carry(decision.items, decision.memories, ranks, replace(request.carry, records=index.records))
+        memory, options = objects.get("snapshots"), replace(request.carry, records=index.records)
+        assert memory is None or isinstance(memory, Memory)
+        traffic = carry_with_memory(decision.items, decision.memories, ranks, options, memory)
         run_together(ranks, lambda: None if ranks.rank else check_unchanged(index.files))  # on rank 0
     except Exception as error:
         error.add_note("Loading had begun: the model may be partly overwritten. Do not use it")

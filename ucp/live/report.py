@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from ucp.core.index import WEIGHT
 from ucp.core.tensor import TensorRef
 from ucp.core.text.page import Page, Report, facts, lines
 from ucp.core.text.units import count_text, nbytes_text, rate_text, seconds_text
 from ucp.errors import format_count
+from ucp.live.checkpoint import Checkpoint
 from ucp.live.exchange.carry import Traffic
+from ucp.live.exchange.memory import is_memory
 from ucp.live.match.decide import Decision
 from ucp.live.resume.beside import ResumePlan
 
@@ -42,6 +44,8 @@ class LoadReport(Report):
     """Bytes that this rank received from others."""
     nbytes_loaded: int
     """Bytes that were stored on this rank: weights, buffers, states."""
+    nbytes_memory: int
+    """Bytes of these that came from snapshots in the memory of this rank and of others, not from files."""
     nbytes_peak: int
     """Most host memory that this rank used for buffers; 0 if everything was read straight into tensors."""
     is_verified: bool
@@ -65,11 +69,13 @@ class LoadReport(Report):
     carried: Mapping[str, object]
     """What `rank_extras` gave to this rank, with tensors read: RNG states, already set, and values that you set."""
     extras: tuple[str, ...]
-    """What else the checkpoint holds (client state, ...) and was not used: `ucp.open(path).extra(name)`."""
+    """What else the checkpoint holds (client state, ...) and was not used: `.saved.extra(name)`."""
     notes: tuple[str, ...]
     """What was assumed, inferred or changed."""
     dropped: tuple[str, ...]
     """What the checkpoint holds and was not loaded, with the reasons."""
+    saved: Checkpoint = field(repr=False, compare=False)
+    """The checkpoint without its parameters, so that no rank opens it again: `report.saved.extra("client_state")`."""
 
     @property
     def seconds(self) -> float:
@@ -83,7 +89,7 @@ class LoadReport(Report):
 
     def as_dict(self) -> dict[str, object]:
         """Everything as JSON values; of `carried` only the names."""
-        fields = {key: getattr(self, key) for key in self.__dataclass_fields__}
+        fields = {key: getattr(self, key) for key in self.__dataclass_fields__ if key != "saved"}
         plain = {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
         rates = {"seconds": self.seconds, "gigabytes_per_second": self.gigabytes_per_second}
         return {**plain, "stages": dict(self.stages), "carried": list(self.carried), **rates}
@@ -111,6 +117,7 @@ def _facts(report: LoadReport) -> Iterator[tuple[str, str]]:
     share = f" by {report.ranks} ranks, {nbytes_text(report.nbytes_read)} by this one" if report.ranks > 1 else ""
     yield "read", f"{nbytes_text(report.nbytes_total)}{share}"
     yield "received", f"{nbytes_text(report.nbytes_exchanged)} from other ranks" if report.nbytes_exchanged else ""
+    yield "from memory", nbytes_text(report.nbytes_memory) if report.nbytes_memory else ""
     rate = rate_text(report.nbytes_loaded, report.stages["read"])
     yield "stored", f"{nbytes_text(report.nbytes_loaded)} in tensors of this rank ({rate})"
     stages = ", ".join(f"{stage} {seconds_text(seconds)}" for stage, seconds in report.stages.items())
@@ -138,7 +145,8 @@ def make_report(decision: Decision, resume: ResumePlan, traffic: Traffic, stages
     index, findings, items = decision.index, decision.findings, decision.items
     # encoded blocks carry their own checksums, other elements do not
     refs = (f.ref for item in items for f in item.source.fragments if f.replica == 0 and f.box.numel)
-    without_checksum = {ref.path for ref in refs if isinstance(ref, TensorRef) and not ref.codec}
+    files = (ref for ref in refs if isinstance(ref, TensorRef) and not is_memory(ref.path))
+    without_checksum = {ref.path for ref in files if not ref.codec}
     others = sorted({state for _, state, _ in index.states()} - {WEIGHT}) if decision.run.optimizer is None else []
     not_loaded = [f"optimizer states {', '.join(others)}: no optimizer was given"] if others else []
     return LoadReport(
@@ -154,6 +162,7 @@ def make_report(decision: Decision, resume: ResumePlan, traffic: Traffic, stages
         nbytes_wanted=traffic.wanted_nbytes,
         nbytes_exchanged=traffic.exchanged_nbytes,
         nbytes_loaded=traffic.landed_nbytes,
+        nbytes_memory=traffic.memory_nbytes,
         nbytes_peak=traffic.peak_nbytes,
         is_verified=traffic.is_verified,
         stages=stages,
@@ -167,4 +176,5 @@ def make_report(decision: Decision, resume: ResumePlan, traffic: Traffic, stages
         extras=resume.ignored,
         notes=(*index.notes, *findings.notes),
         dropped=(*index.dropped, *resume.dropped, *not_loaded),
+        saved=Checkpoint(replace(index, atoms={}, aliases={}, records=())),
     )

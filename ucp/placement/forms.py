@@ -9,14 +9,15 @@
 | `ascend` | JSON {moe_layer_count, layer_list: [{layer_id, device_count, device_list}]} (MindIE, vllm-ascend) |
 | `deepspeed` | JSON {layer: expert_placement of ds_autoep_layers} (DeepSpeed#8544, version 1) |
 
-None lists loads or nodes, and only `ascend` and `deepspeed` list GPUs.
+None lists loads or nodes. Only `ascend` and `deepspeed` list GPUs, which may have different numbers of experts there.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct, to_builtins
@@ -24,12 +25,12 @@ from msgspec import Struct, to_builtins
 from ucp.errors import MalformedError, UsageError, format_count, nearest
 from ucp.io.json_text import Natural, NotJson, decode
 from ucp.io.writing import replace_file
-from ucp.placement.descriptor import ExpertPlacement, Version1
-from ucp.placement.placement import Cluster, Placement
+from ucp.placement.descriptor import ExpertPlacement, ExpertsByRank, Version1
+from ucp.placement.placement import EMPTY, Placement
 from ucp.store.manifest import read_text
 
-Layers = dict[int, tuple[int, ...]]
-"""Number of a layer to the expert in each slot."""
+Layers = dict[int, ExpertsByRank]
+"""Number of a layer to the experts of each GPU; of all together if the form does not list GPUs."""
 
 
 class _Device(Struct, frozen=True):
@@ -66,49 +67,71 @@ def write_placement(placement: Placement, path: Path, form: str) -> None:
 
 
 def read_placement(
-    path: Path, form: str, *, nodes: int, gpus: int = 1, moe_layers: Collection[int] | None = None
+    path: Path, form: str | None = None, *, nodes: int, gpus: int = 1, moe_layers: Collection[int] | None = None
 ) -> Placement:
-    """The placement in the file `path`, whose form is `form`, on `nodes` nodes with `gpus` GPUs each.
+    """The placement in the file `path` on `nodes` nodes with `gpus` GPUs each.
 
-    `moe_layers`: numbers of the layers with experts, for forms that do not tell: `sglang` and `vllm`.
-
-    Raises MissingFileError, MalformedError, UsageError.
+    `form`: of the file, by default the one that it has. `moe_layers`: numbers of the layers with experts, for forms
+    that do not tell: `sglang` and `vllm`. Raises MissingFileError, MalformedError, UsageError.
     """
     text = read_text(str(path))
     try:
-        layers, listed = _find_form(form).from_text(text)
+        chosen = _find_form(form) if form else _guess_form(text)
+        layers = chosen.from_text(text)
         if moe_layers is not None:
-            layers = _find_form(form).number(layers, sorted(moe_layers))
+            layers = chosen.number(layers, sorted(moe_layers))
     except NotJson as error:
-        raise MalformedError(f"expected a placement of the form {form} in {path}; {error}") from error
-    slots = len(next(iter(layers.values()), ()))
-    if listed not in (None, nodes * gpus) or not slots or slots % (nodes * gpus):
-        listing = "" if listed is None else f" on {format_count(listed, 'GPU')}"
-        raise UsageError(
-            f"expected a placement on {format_count(nodes, 'node')}, each with {format_count(gpus, 'GPU')}; {path} has "
-            f"{format_count(slots, 'slot')}{listing}"
-        )
-    return Placement(cluster=Cluster(nodes=nodes, gpus=gpus, slots=slots // (nodes * gpus)), layers=layers)
+        what = f"a placement of the form {form}" if form else f"a placement, of a form of {', '.join(FORMS)},"
+        raise MalformedError(f"expected {what} in {path}; {error}") from error
+    count = nodes * gpus
+    for layer, ranks in layers.items():
+        slots = () if chosen.lists_gpus else ranks[0]
+        if (chosen.lists_gpus and len(ranks) != count) or (not chosen.lists_gpus and (not slots or len(slots) % count)):
+            listed = format_count(len(ranks), "GPU") if chosen.lists_gpus else format_count(len(slots), "slot")
+            raise UsageError(
+                f"expected a placement on {format_count(nodes, 'node')}, each with {format_count(gpus, 'GPU')}; layer "
+                f"{layer} in {path} has {listed}"
+            )
+        if slots:
+            width = len(slots) // count
+            layers[layer] = tuple(slots[start : start + width] for start in range(0, len(slots), width))
+    return Placement.of_ranks(layers, nodes=nodes, gpus=gpus)
 
 
 def to_expert_placement(placement: Placement, layer: int) -> ExpertPlacement:
-    """What DeepSpeed records of a layer: its GPUs are the expert-parallel ranks."""
-    return ExpertPlacement.of(placement.experts_by_gpu(layer), num_experts=placement.num_experts(layer))
+    """What DeepSpeed records of a layer: its GPUs are the expert-parallel ranks. Raises UsageError."""
+    record = ExpertPlacement.of(placement.experts_by_gpu(layer), num_experts=placement.num_experts(layer))
+    if record.problem:
+        raise UsageError(
+            f"expected every expert once at most on each GPU, as DeepSpeed holds them; of layer {layer}, "
+            f"{record.problem}. Use fewer slots, or more GPUs"
+        )
+    return record
 
 
 def _dump(document: object) -> str:
     return json.dumps(document) + "\n"
 
 
+def _slots(placement: Placement) -> dict[int, tuple[int, ...]]:
+    """Number of a layer to the expert in each slot. Raises UsageError for slots without an expert."""
+    empty = [str(layer) for layer, slots in placement.layers.items() if EMPTY in slots]
+    if empty:
+        raise UsageError(
+            "expected an expert in every slot, because only the forms ascend and deepspeed list the experts of each "
+            f"GPU; got empty slots in layer {', '.join(empty)}"
+        )
+    return dict(placement.layers)
+
+
 def _to_sglang(placement: Placement) -> str:
-    most = max(placement.layers)
-    slots = placement.cluster.num_slots
-    dense = [slot % (max(map(max, placement.layers.values())) + 1) for slot in range(slots)]
-    return _dump({"physical_to_logical_map": [list(placement.layers.get(n, dense)) for n in range(most + 1)]})
+    slots = _slots(placement)
+    dense = [slot % (max(map(max, slots.values())) + 1) for slot in range(placement.cluster.num_slots)]
+    return _dump({"physical_to_logical_map": [list(slots.get(n, dense)) for n in range(max(slots) + 1)]})
 
 
-def _from_sglang(text: bytes) -> tuple[Layers, int | None]:
-    return dict(enumerate(decode(text, _Sglang).physical_to_logical_map)), None
+def _from_sglang(text: bytes) -> Layers:
+    return _one_run(enumerate(decode(text, _Sglang).physical_to_logical_map))
 
 
 def _drop_dense(rows: Layers, moe_layers: Sequence[int]) -> Layers:
@@ -117,11 +140,11 @@ def _drop_dense(rows: Layers, moe_layers: Sequence[int]) -> Layers:
 
 
 def _to_vllm(placement: Placement) -> str:
-    return _dump([list(slots) for slots in placement.layers.values()])
+    return _dump([list(slots) for slots in _slots(placement).values()])
 
 
-def _from_vllm(text: bytes) -> tuple[Layers, int | None]:
-    return dict(enumerate(decode(text, tuple[tuple[Natural, ...], ...]))), None
+def _from_vllm(text: bytes) -> Layers:
+    return _one_run(enumerate(decode(text, tuple[tuple[Natural, ...], ...])))
 
 
 def _number_in_turn(rows: Layers, moe_layers: Sequence[int]) -> Layers:
@@ -137,82 +160,80 @@ def _to_eplb(placement: Placement) -> str:
         version=1,
         num_redundant_experts=slots - experts,
         num_slots=slots,
-        initial_global_assignments=dict(placement.layers),
+        initial_global_assignments=_slots(placement),
     )
     return _dump(to_builtins(record, str_keys=True))
 
 
-def _from_eplb(text: bytes) -> tuple[Layers, int | None]:
+def _from_eplb(text: bytes) -> Layers:
     for line in text.splitlines():
         if b'"eplb_initial_mapping"' in line:
-            return dict(sorted(decode(line, _Eplb).initial_global_assignments.items())), None
+            return _one_run(decode(line, _Eplb).initial_global_assignments.items())
     raise NotJson("it has no record eplb_initial_mapping")
 
 
 def _to_trtllm(placement: Placement) -> str:
-    rows = "".join(f"  {layer}: {list(slots)}\n" for layer, slots in placement.layers.items())
+    rows = "".join(f"  {layer}: {list(slots)}\n" for layer, slots in _slots(placement).items())
     head = f"num_slots: {placement.cluster.num_slots}\ninitial_global_assignments:\n"
     return f"{head}{rows}layer_updates_per_iter: 0\n"
 
 
-_ROW = re.compile(r"\s+(?P<layer>\d{1,9}):\s*(?P<slots>\[[\d,\s]*\])")
-"""A layer of TensorRT-LLM's assignments, with its list in one line. Example: `  3: [0, 1, 1, 2]`."""
+_ROW = re.compile(r"(?P<layer>\d{1,9}):\s*(?:(?P<flow>\[[\d,\s]*\])|(?P<block>(?:\n\s*-\s*\d+)+))")
+"""A layer of TensorRT-LLM's assignments. Examples: `3: [0, 1, 1, 2]`; the same with `- 0` and so on, each in a line."""
 
 
-def _from_trtllm(text: bytes) -> tuple[Layers, int | None]:
-    _, found, rows = text.decode("utf-8", "replace").partition("initial_global_assignments:")
-    matches = list(filter(None, map(_ROW.match, rows.splitlines())))
-    layers = {int(m["layer"]): decode(m["slots"].encode(), tuple[Natural, ...]) for m in matches}
-    if not found or not layers:
-        raise NotJson("it has no initial_global_assignments with a list of slots in the line of each layer")
-    return dict(sorted(layers.items())), None
+def _from_trtllm(text: bytes) -> Layers:
+    _, key, rows = text.decode("utf-8", "replace").partition("initial_global_assignments:")
+    lists = {
+        int(m["layer"]): m["flow"] or f"[{','.join(re.findall(r'[0-9]+', m['block']))}]" for m in _ROW.finditer(rows)
+    }
+    if not key or not lists:
+        raise NotJson("it has no initial_global_assignments with a list of slots for each layer")
+    return _one_run((layer, decode(slots.encode(), tuple[Natural, ...])) for layer, slots in lists.items())
+
+
+def _one_run(rows: Iterable[tuple[int, tuple[int, ...]]]) -> Layers:
+    """The slots of each layer, of all GPUs together."""
+    return {layer: (slots,) for layer, slots in sorted(rows)}
 
 
 def _to_ascend(placement: Placement) -> str:
     layers = []
-    for layer in placement.layers:
-        ranks = to_expert_placement(placement, layer).ranks
-        devices = tuple(_Device(device_id=rank.rank, device_expert=rank.experts) for rank in ranks)
+    for layer, ranks in placement.experts_by_rank.items():
+        devices = tuple(_Device(device_id=rank, device_expert=experts) for rank, experts in enumerate(ranks))
         layers.append(_AscendLayer(layer_id=layer, device_count=len(devices), device_list=devices))
     return _dump(to_builtins(_Ascend(moe_layer_count=len(layers), layer_list=tuple(layers))))
 
 
-def _from_ascend(text: bytes) -> tuple[Layers, int | None]:
-    document = decode(text, _Ascend)
-    ranks = {
-        layer.layer_id: [(device.device_id, device.device_expert) for device in layer.device_list]
-        for layer in document.layer_list
-    }
-    return _join_ranks(ranks)
+def _from_ascend(text: bytes) -> Layers:
+    layers = {}
+    for layer in sorted(decode(text, _Ascend).layer_list, key=lambda layer: layer.layer_id):
+        devices = sorted(layer.device_list, key=lambda device: device.device_id)
+        if [device.device_id for device in devices] != list(range(layer.device_count)):
+            raise NotJson(f"layer {layer.layer_id} does not list each of {layer.device_count} devices once")
+        layers[layer.layer_id] = tuple(device.device_expert for device in devices)
+    return layers
 
 
 def _to_deepspeed(placement: Placement) -> str:
-    return _dump({str(layer): to_builtins(to_expert_placement(placement, layer)) for layer in placement.layers})
+    return _dump({str(layer): to_expert_placement(placement, layer).to_document() for layer in placement.layers})
 
 
-def _from_deepspeed(text: bytes) -> tuple[Layers, int | None]:
-    document = decode(text, dict[int, ExpertPlacement])
-    return _join_ranks({n: [(rank.rank, rank.experts) for rank in entry.ranks] for n, entry in document.items()})
-
-
-def _join_ranks(ranks: Mapping[int, Sequence[tuple[int, tuple[int, ...]]]]) -> tuple[Layers, int]:
-    """Slots of each layer, from the experts of its ranks, and the number of ranks. Raises NotJson."""
-    counts = {len(entries) for entries in ranks.values()}
-    for layer, entries in ranks.items():
-        numbers, widths = sorted(rank for rank, _ in entries), {len(experts) for _, experts in entries}
-        if numbers != list(range(len(entries))) or len(counts) > 1:
-            raise NotJson(f"layer {layer} lists ranks {numbers}, not 0 to {max(counts, default=1) - 1}, each once")
-        if len(widths) > 1:
-            raise NotJson(f"layer {layer} has ranks with {sorted(widths)} experts; slots of all GPUs must be equal")
-    layers = {n: tuple(e for _, experts in sorted(entries) for e in experts) for n, entries in sorted(ranks.items())}
-    return layers, counts.pop() if counts else 1
+def _from_deepspeed(text: bytes) -> Layers:
+    records = dict(sorted(decode(text, dict[int, ExpertPlacement]).items()))
+    problems = [f"layer {layer}: {record.problem}" for layer, record in records.items() if record.problem]
+    if problems:
+        raise NotJson("; ".join(problems))
+    return {layer: record.experts_by_rank for layer, record in records.items()}
 
 
 class _Form(Struct, frozen=True):
     to_text: Callable[[Placement], str]
-    from_text: Callable[[bytes], tuple[Layers, int | None]]
+    from_text: Callable[[bytes], Layers]
     number: Callable[[Layers, Sequence[int]], Layers] = lambda rows, _: rows
     """The rows by layer, given the numbers of the layers with experts."""
+    lists_gpus: bool = False
+    """Whether it lists the experts of each GPU."""
 
 
 FORMS = {
@@ -220,8 +241,8 @@ FORMS = {
     "vllm": _Form(_to_vllm, _from_vllm, _number_in_turn),
     "eplb": _Form(_to_eplb, _from_eplb),
     "trtllm": _Form(_to_trtllm, _from_trtllm),
-    "ascend": _Form(_to_ascend, _from_ascend),
-    "deepspeed": _Form(_to_deepspeed, _from_deepspeed),
+    "ascend": _Form(_to_ascend, _from_ascend, lists_gpus=True),
+    "deepspeed": _Form(_to_deepspeed, _from_deepspeed, lists_gpus=True),
 }
 """Forms by name."""
 
@@ -231,3 +252,12 @@ def _find_form(name: str) -> _Form:
         near = nearest(name, FORMS)
         raise UsageError(f"expected a form of {', '.join(FORMS)}; got {name!r}" + (f": {near}?" if near else ""))
     return FORMS[name]
+
+
+def _guess_form(text: bytes) -> _Form:
+    """The form that a file has: no file has two. Raises NotJson."""
+    for form in FORMS.values():
+        with suppress(NotJson):
+            form.from_text(text)
+            return form
+    raise NotJson("it has none of them, or is damaged")

@@ -13,12 +13,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 from ucp.core.text.page import Page, Report, facts, lines, table
 from ucp.core.text.units import ranges_text
 from ucp.errors import UsageError, format_count, format_list
+from ucp.placement.descriptor import ExpertsByRank
 from ucp.placement.survival import LostNodes
 
+EMPTY = -1
+"""A slot without an expert."""
 _MOST_LOST = 4
 """Numbers of lost nodes that a page shows the survival of."""
 
@@ -63,7 +67,7 @@ class Placement(Report):
     cluster: Cluster
     """Where the slots are."""
     layers: Mapping[int, tuple[int, ...]]
-    """Number of a layer to the expert in each slot, GPU after GPU, node after node."""
+    """Number of a layer to the expert in each slot (or EMPTY), GPU after GPU, node after node."""
     threshold: int = 1
     """Distinct nodes that every expert is on, at least."""
     loads: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
@@ -82,11 +86,11 @@ class Placement(Report):
         experts = self.layers[layer]
         if len(experts) != self.cluster.num_slots:
             return [f"layer {layer}: {len(experts)} slots, where the GPUs have {self.cluster.num_slots}"]
-        present = set(experts)
-        count = max(self.num_experts(layer), max(present) + 1)
+        present = set(experts) - {EMPTY}
+        count = max(self.num_experts(layer), max(present, default=0) + 1)
         absent = sorted(set(range(count)) - present)
         problems = [f"layer {layer}: no slot has experts {ranges_text(absent)}"] if absent else []
-        if min(present) < 0:
+        if min(present, default=0) < 0:
             problems.append(f"layer {layer}: an expert has number {min(present)}")
         if self.threshold > 1:
             masks = self.masks_of(layer)
@@ -97,19 +101,41 @@ class Placement(Report):
                 )
         return problems
 
+    @classmethod
+    def of_ranks(cls, layers: Mapping[int, ExpertsByRank], *, nodes: int, gpus: int = 1) -> Placement:
+        """The placement of experts by rank, each a GPU: as many slots as the fullest has, EMPTY where one has fewer."""
+        slots = max((len(experts) for ranks in layers.values() for experts in ranks), default=0)
+        return cls(
+            cluster=Cluster(nodes=nodes, gpus=gpus, slots=max(slots, 1)),
+            layers={
+                layer: tuple(chain(*(experts + (EMPTY,) * (slots - len(experts)) for experts in ranks)))
+                for layer, ranks in layers.items()
+            },
+        )
+
     def num_experts(self, layer: int) -> int:
         """Experts of a layer."""
         return len(self.loads[layer]) if layer in self.loads else max(self.layers[layer]) + 1
 
     def experts_of(self, *, layer: int, node: int) -> tuple[int, ...]:
         """Experts of a layer in the slots of a node."""
+        return tuple(expert for expert in self.slots_of(layer=layer, node=node) if expert != EMPTY)
+
+    def slots_of(self, *, layer: int, node: int) -> tuple[int, ...]:
+        """Expert, or EMPTY, in each slot of a node."""
         width = self.cluster.slots_per_node
         return self.layers[layer][node * width : (node + 1) * width]
 
-    def experts_by_gpu(self, layer: int) -> tuple[tuple[int, ...], ...]:
+    @property
+    def experts_by_rank(self) -> dict[int, ExpertsByRank]:
+        """Number of a layer to the experts of each expert-parallel rank: of each GPU, in the order of its slots."""
+        return {layer: self.experts_by_gpu(layer) for layer in self.layers}
+
+    def experts_by_gpu(self, layer: int) -> ExpertsByRank:
         """Experts of a layer in the slots of each GPU."""
-        width, experts = self.cluster.slots, self.layers[layer]
-        return tuple(experts[start : start + width] for start in range(0, len(experts), width))
+        width, slots = self.cluster.slots, self.layers[layer]
+        by_gpu = (slots[start : start + width] for start in range(0, len(slots), width))
+        return tuple(tuple(expert for expert in experts if expert != EMPTY) for experts in by_gpu)
 
     def masks_of(self, layer: int) -> dict[int, int]:
         """Expert of a layer to the nodes that hold it: bit n for node n."""
@@ -136,9 +162,7 @@ class Placement(Report):
         if layer not in self.loads:
             return None
         loads, counts = self.loads[layer], Counter(self.layers[layer])
-        shares = [loads[expert] / counts[expert] for expert in self.layers[layer]]
-        width = self.cluster.slots
-        by_gpu = [sum(shares[start : start + width]) for start in range(0, len(shares), width)]
+        by_gpu = [sum(loads[expert] / counts[expert] for expert in experts) for experts in self.experts_by_gpu(layer)]
         mean = sum(by_gpu) / len(by_gpu)
         return max(by_gpu) / mean if mean else 1.0
 
@@ -159,7 +183,7 @@ class Placement(Report):
         )
         rows = []
         for layer, balance in zip(self.layers, balances, strict=True):
-            counts = Counter(self.layers[layer]).values()
+            counts = Counter(expert for expert in self.layers[layer] if expert != EMPTY).values()
             rates = (f"{rate:.1%}" for rate in self.survival(layer)[1 : _MOST_LOST + 1])
             rows.append((str(layer), f"{len(counts):,}", f"{min(counts)} to {max(counts)}", "  ".join(rates),
                          "" if balance is None else f"{balance:.2f}"))  # fmt: skip

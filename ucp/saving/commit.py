@@ -10,7 +10,7 @@ import fcntl
 import os
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -241,7 +241,7 @@ def commit(path: Path, run: SavedRun, ranks: int) -> int:
             "there. All ranks must write to one folder that they share"
         )
     complete = [part for part in parts if part is not None]
-    index = _make_index(path, run, complete)
+    index = make_index(path, run, *_list_contents(complete))
     check_names(index)
     check_cover(index)
     extras = [extra for part in complete for extra in part.extras]
@@ -257,8 +257,8 @@ def commit(path: Path, run: SavedRun, ranks: int) -> int:
     return sum(shard.nbytes for part in complete for shard in part.shards)
 
 
-def _make_index(path: Path, run: SavedRun, parts: Sequence[PartManifest]) -> Index:
-    """The index of the store: every state as the pieces that ranks wrote."""
+def _list_contents(parts: Sequence[PartManifest]) -> tuple[dict[tuple[str, str], list[Fragment]], list[Record]]:
+    """The pieces of every state that ranks wrote, and the checksums."""
     fragments: dict[tuple[str, str], list[Fragment]] = {}
     records: list[Record] = []
     for part in parts:
@@ -269,6 +269,13 @@ def _make_index(path: Path, run: SavedRun, parts: Sequence[PartManifest]) -> Ind
             records.append(
                 Record(path=part.pack.path, name=label, offset=shard.offset, nbytes=shard.nbytes, crc32=shard.crc32)
             )
+    return fragments, records
+
+
+def make_index(
+    path: Path, run: SavedRun, fragments: Mapping[tuple[str, str], Sequence[Fragment]], records: Sequence[Record] = ()
+) -> Index:
+    """The index of a run. `fragments`: (parameter, state) to where ranks have its elements."""
     atoms = {}
     for name, atom in run.atoms.items():
         states = {

@@ -271,6 +271,27 @@ def _locate(
     return layout, shard, boxes
 
 
+def copy_to_host(
+    holdings: Mapping[SaveItem, Holding], earlier: Mapping[SaveItem, Holding] | None = None
+) -> dict[SaveItem, Holding]:
+    """Copies in host memory. `earlier`: copies whose memory is used again, as new memory takes most of the time."""
+    import torch
+
+    copies, devices = {}, set()
+    for item, holding in holdings.items():
+        used = (earlier or {}).get(item)
+        assert holding.tensor is not None
+        source, target = holding.tensor.detach(), None if used is None else used.tensor
+        is_cuda = source.is_cuda  # copies to pinned memory overlap
+        if target is None or (target.shape, target.dtype) != (source.shape, source.dtype):
+            target = torch.empty(source.shape, dtype=source.dtype, pin_memory=is_cuda)
+        copies[item] = replace(holding, tensor=target.copy_(source, non_blocking=is_cuda))
+        devices |= {source.device} if is_cuda else set()
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+    return copies
+
+
 def to_bytes(tensor: torch.Tensor) -> memoryview:
     """The elements of a tensor in row-major order, in host memory."""
     import torch

@@ -17,9 +17,10 @@ from pathlib import Path
 from ucp.core.index import Extra
 from ucp.errors import DestinationError, UcpError, UsageError
 from ucp.live.run.ranks import Ranks, run_together
+from ucp.log import LOGGER
 from ucp.saving.chain import add_link, collect_links
 from ucp.saving.commit import SavedRun, commit, growing_folder
-from ucp.saving.holdings import Holding
+from ucp.saving.holdings import Holding, copy_to_host
 from ucp.saving.part import PARTS, count_written, read_part, write_part
 from ucp.saving.plan import SaveItem
 from ucp.saving.report import SaveReport
@@ -58,22 +59,10 @@ class SaveJob:
     def snapshot(self, earlier: SaveJob | None = None) -> SaveJob:
         """The job with copies of everything that the program may change, in host memory.
 
-        `earlier`: a snapshot that is not needed any more. Its memory is used again: new memory takes most of the time.
+        `earlier`: a snapshot that is not needed any more. Its memory is used again.
         """
-        import torch
-
-        tensors, devices = {}, set()
-        for item in self.share:
-            holding, used = self.tensors[item], None if earlier is None else earlier.tensors.get(item)
-            assert holding.tensor is not None
-            copied, target = holding.tensor.detach(), None if used is None else used.tensor
-            is_cuda = copied.is_cuda  # copies to pinned memory overlap
-            if target is None or (target.shape, target.dtype) != (copied.shape, copied.dtype):
-                target = torch.empty(copied.shape, dtype=copied.dtype, pin_memory=is_cuda)
-            tensors[item] = replace(holding, tensor=target.copy_(copied, non_blocking=is_cuda))
-            devices |= {copied.device} if is_cuda else set()
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()
+        mine = {item: self.tensors[item] for item in self.share}
+        tensors = copy_to_host(mine, None if earlier is None else earlier.tensors)
         extras = [replace(extra, value=copy.deepcopy(extra.value)) for extra in self.extras]
         return replace(self, tensors=tensors, extras=extras)
 
@@ -84,6 +73,7 @@ class SaveJob:
     def finish(self) -> None:
         """Make the store whole, once all shares are written. On rank 0."""
         commit(self.folder, self.run, self.ranks)
+        LOGGER.info("save: %s, step %s", self.folder, self.run.step)
         if self.is_link:
             add_link(self.folder, self.run.step)
         if self.keep is not None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 from typing import Literal
 
+from ucp.core.assign import deal
 from ucp.core.region import Box
 from ucp.errors import UnsupportedError, UsageError, format_list
 from ucp.moe.layers import ExpertLayer, ExpertTensor, find_layers
@@ -180,11 +181,9 @@ def plan_save(items_by_rank: Sequence[Iterable[SaveItem]]) -> tuple[tuple[SaveIt
     for rank, items in enumerate(items_by_rank):
         for item in items:
             holders.setdefault(item, []).append(rank)
-    loads = [0] * len(items_by_rank)
-    writers: dict[SaveItem, int] = {}
-    for item in sorted(holders, key=lambda item: (len(holders[item]) > 1, -item.nbytes, item.param, item.state)):
-        writers[item] = min(holders[item], key=lambda rank: (loads[rank], rank))
-        loads[writers[item]] += item.nbytes
+    ordered = sorted(holders, key=lambda item: (len(holders[item]) > 1, -item.nbytes, item.param, item.state))
+    chosen = deal((holders[item] for item in ordered), (item.nbytes for item in ordered))
+    writers = dict(zip(ordered, chosen, strict=True))
     return tuple(
         tuple(item for item in dict.fromkeys(items) if writers[item] == rank)
         for rank, items in enumerate(items_by_rank)

@@ -24,7 +24,6 @@ import xxhash
 
 from ucp.chain.document import Link
 from ucp.chain.window import list_needed
-from ucp.contract.run_extras import LR_SCHEDULER
 from ucp.conversion.option import TopologyLike, path_parser, type_path
 from ucp.core.index import Extra, Kind
 from ucp.core.topology import Topology
@@ -33,13 +32,13 @@ from ucp.io.folder import is_url, parse_path, path_of
 from ucp.live.adapters import LiveRequest
 from ucp.live.load import find_model_device
 from ucp.live.model.describe import list_modules
+from ucp.live.model.parallel.experts import PlacementLike
 from ucp.live.optimizer.torch_optimizer import unwrap_optimizer
-from ucp.live.resume.scheduler import Stateful
 from ucp.live.run.ranks import Ranks, find_ranks, run_together
 from ucp.live.run.request import parse_mesh
 from ucp.saving.chain import check_next, list_held, read_links
 from ucp.saving.commit import SavedRun, begin, merge_facts
-from ucp.saving.describe import describe_parts
+from ucp.saving.describe import describe_parts, name_extras
 from ucp.saving.holdings import Holdings, collect_holdings
 from ucp.saving.job import SaveHandle, SaveJob, find_running, start, wait_for_pending
 from ucp.saving.plan import Full, PartialExperts, plan_save
@@ -75,6 +74,7 @@ def save(
     extras: Mapping[str, object] | None = ...,
     like: type_path | None = ...,
     chain: bool = ...,
+    placement: PlacementLike | None = ...,
     keep: int | None = ...,
     asynchronous: Literal[False] = ...,
     process_group: ProcessGroup | Ranks | None = ...,
@@ -96,6 +96,7 @@ def save(
     extras: Mapping[str, object] | None = ...,
     like: type_path | None = ...,
     chain: bool = ...,
+    placement: PlacementLike | None = ...,
     keep: int | None = ...,
     asynchronous: Literal[True],
     snapshots: Snapshots | None = ...,
@@ -117,6 +118,7 @@ def save(
     extras: Mapping[str, object] | None = None,
     like: type_path | None = None,
     chain: bool = False,
+    placement: PlacementLike | None = None,
     keep: int | None = None,
     asynchronous: bool = False,
     snapshots: Snapshots | None = None,
@@ -155,6 +157,8 @@ def save(
     like
         A checkpoint of the same model, of any format, such as the one that the run began from: needed if ranks hold
         parts of plain tensors, which it has the global shapes of. Into a chain, by default its first link.
+    placement
+        Which expert-parallel ranks hold which experts, as for `load_into`: needed if they are not assigned in order.
     chain
         Whether the store becomes the newest link of the chain in the folder above `path`: its `chain.json`, which is
         made if there is none, lists the store once it is whole. A store at `path` that it does not list (of a save that
@@ -200,7 +204,7 @@ def save(
     links = run_together(ranks, lambda: read_links(folder) if chain and ranks.rank == 0 else None)
     links = ranks.share(links)[0] if chain else None  # another save may be listed at any time
     model_path = run_together(ranks, lambda: None if like is None else path_parser("like", parse_path)(like))
-    run = describe_parts(live, model_path, path_of(links[0].path) if links else None)
+    run = describe_parts(live, model_path, path_of(links[0].path) if links else None, placement)
     is_sparse = isinstance(plan, SparseWindow)
     holdings = run_together(ranks, lambda: collect_holdings(run, list_modules(model), with_computed=is_sparse))
     facts = ranks.share(replace(holdings.facts(), plan=xxhash.xxh3_64_hexdigest(repr(plan).encode())))
@@ -330,12 +334,7 @@ def _collect_extras(
     rank: int,
 ) -> Iterator[Extra]:
     """What this rank saves beside tensors; `framework`: extras of the framework. Raises UsageError."""
-    named = dict(framework)
-    for name, value in ((LR_SCHEDULER, scheduler), ("scaler", scaler)):
-        if value is not None:
-            if not isinstance(value, Stateful):
-                raise UsageError(f"expected a {name} with state_dict and load_state_dict; got a {type(value).__name__}")
-            named[name] = value.state_dict()
+    named = name_extras(scheduler, scaler, framework)
     twice = [name for name in extras or () if name in (*named, _RNG)]
     if twice:
         raise UsageError(f"expected other names for extras, as these are taken:\n{format_list(twice)}")

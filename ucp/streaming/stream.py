@@ -192,7 +192,7 @@ def stream(
         for path, (params, _) in stacked.items():
             stream_stacked(path, params[0].module, params, experts)
         for key, params in single.items():
-            stream_module(key, model.get_submodule(f"{key[0]}.experts.{key[1]}"), params, experts)
+            stream_module(key, model.get_submodule(f"{key[0]}.{key[1]}"), params, experts)
         if callable(choose := getattr(model, "set_experts_implementation", None)):
             choose("eager")
     ring = Ring(dense, reader, peers, slots=slots, device=device)
@@ -290,12 +290,15 @@ def _find_experts(
         taken: set[str] = set()
         for layer in find_layers({name: param.shape for name, param in by_name.items()}):
             for number, tensors in layer.experts.items():
-                for tensor in tensors.values():
-                    taken.add(tensor.param)
+                for name, tensor in tensors.items():
                     param = by_name[tensor.param]
                     if tensor.row is None:
-                        single.setdefault((layer.module, number), []).append(param)
-                    elif tensor.row == 0:
+                        path = tensor.param.removesuffix(f".{name}")
+                        if path == tensor.param:  # linear_fc1.weight7: a module that computes with all experts at once
+                            continue
+                        single.setdefault((path.rpartition(".")[0], number), []).append(param)
+                    taken.add(tensor.param)
+                    if tensor.row == 0:
                         path = tensor.param.rpartition(".")[0]
                         stacked.setdefault(path, ([], param.shape[0]))[0].append(param)
         dense.append([param for param in params if param.item.name not in taken])

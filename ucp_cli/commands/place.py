@@ -11,7 +11,6 @@ from ucp import api
 from ucp.errors import UsageError
 from ucp.moe.plot import check_plot
 from ucp.placement.forms import FORMS, read_placement, write_placement
-from ucp.placement.migrate import measure_experts, plan_migration
 from ucp.placement.plot import plot_placement
 from ucp_cli.options import PATH, as_json, example, parse_memory_option
 from ucp_cli.pages.documents import placement_document
@@ -33,7 +32,7 @@ def parse_nodes(text: str) -> tuple[int, ...]:
     epilog=example(
         "ucp place --loads expert_distribution_recorder_1700000000.pt --nodes 4 --gpus 8 --slots 10",
         "ucp place --loads loads.json --nodes 4 --gpus 8 --slots 10 --out placement.json --form sglang",
-        "ucp place --loads loads.json --nodes 3 --gpus 8 --slots 14 --from placement.json --form sglang --lost 2",
+        "ucp place --loads loads.json --nodes 3 --gpus 8 --slots 14 --from placement.json --lost 2",
     ),
 )
 @click.option(
@@ -57,10 +56,12 @@ def parse_nodes(text: str) -> tuple[int, ...]:
     show_default=True,
     help="What is wanted most; the other decides between equals.",
 )
-@click.option("--form", type=click.Choice(list(FORMS)), metavar="FORM", help=f"Form of the files: {', '.join(FORMS)}.")
+@click.option("--form", type=click.Choice(list(FORMS)), metavar="FORM", help=f"Form of --out: {', '.join(FORMS)}.")
 @click.option("--out", type=PATH, metavar="FILE", help="Also write the placement to FILE, in the form of --form.")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Also draw it: experts by nodes (.svg).")
-@click.option("--from", "previous", type=PATH, metavar="FILE", help="The placement until now: show what must move.")
+@click.option(
+    "--from", "previous", type=PATH, metavar="FILE", help="The placement until now, in any form: show what must move."
+)
 @click.option("--lost", type=parse_nodes, metavar="N,N", help="With --from: nodes of it that are lost.")
 @click.option("--from-nodes", type=_COUNT, metavar="N", help="With --from: its nodes.  [default: --nodes plus --lost]")
 @click.option(
@@ -68,6 +69,13 @@ def parse_nodes(text: str) -> tuple[int, ...]:
 )
 @click.option(
     "--bandwidth", type=parse_memory_option, metavar="N", help="With --from: bytes a second of a node, such as 25GB."
+)
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0),
+    metavar="SHARE",
+    help="With --from: let experts exchange slots, so that fewer move, if the busiest GPU gets at most this share more "
+    "tokens, such as 0.05; survival stays what it is.",
 )
 @as_json
 def command(
@@ -86,6 +94,7 @@ def command(
     from_nodes: int | None,
     checkpoint: Path | None,
     bandwidth: int | None,
+    tolerance: float | None,
     as_json: bool,
 ) -> None:
     """Place experts on GPUs by load, so that lost nodes cost none.
@@ -97,18 +106,19 @@ def command(
     FILE of --loads is of SGLang's recorder (.pt), an EPLB log (.jsonl), JSON ([layers][experts], {layer: [experts]}),
     or a checkpoint. With --from, the page also says which experts move, from which node to which.
     """
-    if (out is not None or previous is not None) and form is None:
-        raise UsageError(f"expected --form with --out and --from; one of {', '.join(FORMS)}")
-    if previous is None and (lost or from_nodes or checkpoint or bandwidth):
-        raise UsageError("--lost, --from-nodes, --checkpoint and --bandwidth are only used with --from")
+    if out is not None and form is None:
+        raise UsageError(f"expected --form with --out; one of {', '.join(FORMS)}")
+    if previous is None and (lost or from_nodes or checkpoint or bandwidth or tolerance is not None):
+        raise UsageError("--lost, --from-nodes, --checkpoint, --bandwidth and --tolerance are only used with --from")
     if plot is not None:
         check_plot(plot)
     placement, migration = api.place(loads, nodes=nodes, gpus=gpus, slots=slots, threshold=threshold, goal=goal), None
-    if previous is not None and form is not None:
+    if previous is not None:
         count = from_nodes or nodes + len(set(lost or ()))
-        before = read_placement(previous, form, nodes=count, gpus=gpus, moe_layers=placement.layers)
-        sizes = None if checkpoint is None else measure_experts(api.inspect(checkpoint))
-        migration = plan_migration(before, placement, lost=lost or (), nbytes_per_expert=sizes, bandwidth=bandwidth)
+        before = read_placement(previous, nodes=count, gpus=gpus, moe_layers=placement.layers)
+        migration = api.migrate(
+            before, placement, lost=lost or (), checkpoint=checkpoint, bandwidth=bandwidth, tolerance=tolerance
+        )
         placement = migration.placement
     if out is not None and form is not None:
         write_placement(placement, out, form)

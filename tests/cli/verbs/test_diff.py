@@ -104,6 +104,7 @@ def test_json_has_the_keys_of_its_schema(ucp: Run, zero3: Path, mixed: Path) -> 
         "b",
         "numel",
         "largest",
+        "norm",
     }
 
 

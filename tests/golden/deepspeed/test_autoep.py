@@ -6,15 +6,22 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
+from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from ucp_formats.deepspeed.read.stacks import ExpertStacks
+from ucp_formats.deepspeed.write.autoep import _split_groups
 
 import ucp
 from tests.golden.deepspeed.test_deepspeed_parallel import ROOT, states_of, truths
-from tests.golden.truth import check_copies, check_equal, is_same, read_states
-from ucp.errors import MalformedError, MissingFileError, UcpError, UnsupportedError
+from tests.golden.truth import check_copies, check_equal, is_same, load_stubbed, read_states
+from ucp.core.index import ParamGroup
+from ucp.core.topology import Topology
+from ucp.errors import MalformedError, MissingFileError, MissingStateError, TopologyError, UcpError, UnsupportedError
 
 CASES = sorted(path.parent.name for path in ROOT.glob("z*autoep*/truth-ep00.json"))
 PLACED = sorted(path.name for path in ROOT.glob("z*autoep*-placed"))
@@ -81,10 +88,87 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
         ucp.open(source)
 
 
-def test_native_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="deepspeed-universal"):
-        ucp.convert(ROOT / "z1-autoep2" / "checkpoint", tmp_path / "out", to="deepspeed")
+NATIVE = [
+    ("z1-autoep2", 4, 4, 2),
+    ("z2-autoep2-dp4-bf16", 2, 1, 3),
+    ("z3-autoep2-dp4", 8, 4, 0),
+    ("z0-autoep2", 4, 2, 3),
+]
+"""Source, and the dp, ep and ZeRO stage of the target."""
+
+
+@pytest.mark.parametrize(("case", "dp", "ep", "zero"), NATIVE)
+def test_native_files_are_read_the_same(case: str, dp: int, ep: int, zero: int, tmp_path: Path) -> None:
+    wanted = Topology(dp=dp, ep=ep, zero=zero)
+    ucp.convert(ROOT / case / "checkpoint", tmp_path / "out", to="deepspeed", topology=wanted)
+    written = ucp.open(tmp_path / "out").index
+    check_copies(written)
+    assert written.topology == wanted
+    check_equal(without_module_dtype(read_states(written)), without_module_dtype(states_of(case)))
+
+
+DIFFERENT = {"ds_config", "shared_params", "frozen_param_shapes", "frozen_param_fragments"}
+"""Keys that ucp always writes differently: it names copies of routers, and leaves out what is empty."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_native_files_hold_what_deepspeed_s_own_hold(case: str, tmp_path: Path) -> None:
+    ucp.convert(ROOT / case / "checkpoint", tmp_path / "out", to="deepspeed")
+    (ours,), (theirs,) = (list(path.glob("global_step*")) for path in (tmp_path / "out", ROOT / case / "checkpoint"))
+    assert {path.name for path in ours.iterdir()} == {path.name for path in theirs.iterdir()}
+    for path in theirs.iterdir():
+        found, wanted = (load_stubbed(folder / path.name) for folder in (ours, theirs))
+        for key in wanted.keys() - DIFFERENT - ({"param_shapes"} if case.startswith("z0") else set()):
+            assert is_same_value(found[key], wanted[key]), (path.name, key)
+
+
+def is_same_value(found: object, wanted: object) -> bool:
+    match wanted:
+        case torch.Tensor():
+            return isinstance(found, torch.Tensor) and is_same(found, wanted)
+        case dict():
+            keys = wanted.keys()
+            return isinstance(found, dict) and found.keys() == keys and all(
+                is_same_value(found[key], wanted[key]) for key in keys
+            )  # fmt: skip
+        case list() | tuple():
+            return isinstance(found, list | tuple) and len(found) == len(wanted) and all(
+                map(is_same_value, found, wanted)
+            )  # fmt: skip
+    return bool(getattr(found, "__dict__", found) == getattr(wanted, "__dict__", wanted))
+
+
+@pytest.mark.parametrize("topology", ["dp=3,ep=3,zero=1", "dp=2,tp=2,zero=1"])
+def test_a_misfit_is_refused(topology: str, tmp_path: Path) -> None:
+    with pytest.raises(TopologyError):
+        ucp.convert(ROOT / "z1-autoep2" / "checkpoint", tmp_path / "out", to="deepspeed", topology=topology)
     assert not (tmp_path / "out").exists()
+
+
+def test_experts_without_one_projection_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(MissingStateError, match=r"layers\.1\.mlp\.experts\.w3"):
+        ucp.convert(
+            ROOT / "z1-autoep2" / "checkpoint",
+            tmp_path / "out",
+            to="deepspeed",
+            exclude=["model.layers.1.mlp.experts.w3"],
+        )
+
+
+def test_groups_are_split_where_a_rank_has_too_many_elements() -> None:
+    params = tuple(f"{layer}.mlp.experts.{part}" for layer in range(2) for part in ("w1", "w2", "w3"))
+    shapes = dict.fromkeys(params, (4, 5000, 10000)) | {f"{layer}.mlp.router.gate.weight": (4, 8) for layer in range(2)}
+    stacks = ExpertStacks.of_names(shapes)
+    atoms = {name: SimpleNamespace(states={"weight": SimpleNamespace(numel=prod(shapes[name]))}) for name in params}
+    index = SimpleNamespace(atoms=atoms, groups=(ParamGroup(params=("head", *params), hyper={"lr": 1.0}),))
+    split = {}
+    for ep in (1, 2, 4):
+        split[ep] = _split_groups(index, stacks, ep)
+        index.groups, stacks = split[ep], replace(stacks, ep=ep)
+    assert [len(group.params) for group in split[1]] == [1, 1, 1, 1, 1, 1, 1]  # 200 million elements each
+    assert [len(group.params) for group in split[2]] == [1, 1, 1, 1, 1, 1, 1]
+    assert [len(group.params) for group in split[4]] == [1, 3, 3]
+    assert all(group.hyper == {"lr": 1.0, "moe": True, "name": "ep_size_4"} for group in split[4][1:])
 
 
 @pytest.mark.parametrize("case", PLACED)

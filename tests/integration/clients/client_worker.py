@@ -6,7 +6,7 @@
     torchrun --nproc-per-node 4 client_worker.py trainer|accelerate OUT --fsdp 2 --resume CHECKPOINT --hook
 
 Without --stage and --fsdp the model is whole on every rank (DDP). With --hook the checkpoint, of whatever framework, is
-brought in by the code of docs/how-to/resume-in-a-client.md.
+loaded by `ucp.integrations`.
 
 Rank 0 writes the losses by step, the rates, and what else was restored, to OUT; all that the model and the
 optimizer held right after the checkpoint was loaded, or when it was saved, to OUT.safetensors. The batch of all ranks
@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recipe import recipe  # beside this file
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
@@ -43,8 +42,12 @@ def main() -> None:
     framework.add_argument("--fsdp", type=int, help="FSDP of this version")
     arguments.add_argument("--save", type=Path)
     arguments.add_argument("--resume", type=Path)
-    arguments.add_argument("--hook", action="store_true", help="resume by the code of the documentation")
+    arguments.add_argument("--hook", action="store_true", help="resume by ucp.integrations")
     arguments.add_argument("--universal", action="store_true")
+    arguments.add_argument(
+        "--samples", type=int, default=BATCH * STEPS * 2, help="of the data: fewer are several epochs"
+    )
+    arguments.add_argument("--accumulate", type=int, default=1, help="batches of a step")
     arguments.add_argument("--tied", action="store_true", help="one matrix for the embedding and the head")
     asked = arguments.parse_args()
     set_seed(1 if asked.resume is None else 2)  # what is not restored, shows
@@ -58,7 +61,8 @@ def main() -> None:
 def with_trainer(asked: argparse.Namespace) -> dict[str, object]:
     training = TrainingArguments(
         output_dir=str(asked.save or asked.out.with_suffix(".folder")),
-        per_device_train_batch_size=_share(),
+        per_device_train_batch_size=_share() // asked.accumulate,
+        gradient_accumulation_steps=asked.accumulate,
         max_steps=STEPS,
         save_steps=SAVED,
         logging_steps=1,
@@ -74,15 +78,18 @@ def with_trainer(asked: argparse.Namespace) -> dict[str, object]:
     )
     if asked.fsdp and training.device.type == "cpu":
         _take_for_gpus()
-    trainer = Trainer(model=_model(asked), args=training, train_dataset=_dataset())
+    trainer = Trainer(model=_model(asked), args=training, train_dataset=_dataset(asked))
     if asked.hook:
-        trainer.add_callback(recipe("ResumeFrom", "Trainer")(trainer, asked.resume))
+        from ucp.integrations.transformers import accept_any_checkpoint
+
+        trainer = accept_any_checkpoint(trainer)
     trainer.add_callback(_Watch(trainer, asked))
-    trainer.train(resume_from_checkpoint=None if asked.hook or asked.resume is None else str(asked.resume))
+    trainer.train(resume_from_checkpoint=None if asked.resume is None else str(asked.resume))
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     return {
         "losses": {entry["step"]: entry["loss"] for entry in history},
         "rates": {entry["step"]: entry["learning_rate"] for entry in history},
+        "epochs": {entry["step"]: entry["epoch"] for entry in history},
     }
 
 
@@ -101,12 +108,14 @@ def with_accelerate(asked: argparse.Namespace) -> dict[str, object]:
     model = _model(asked)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 10)
-    loader = DataLoader(_dataset(), batch_size=BATCH)
+    loader = DataLoader(_dataset(asked), batch_size=BATCH)
     counter = _Counter()
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     accelerator.register_for_checkpointing(counter)
     if asked.hook:
-        recipe("load_state", "accelerate")(asked.resume, model, optimizer, scheduler, counter=counter)
+        from ucp.integrations.accelerate import load_state
+
+        load_state(accelerator, asked.resume)
     elif asked.resume is not None:
         accelerator.load_state(str(asked.resume))
     if asked.resume is not None:
@@ -259,9 +268,9 @@ def _model(asked: argparse.Namespace) -> torch.nn.Module:
     return LlamaForCausalLM(config)
 
 
-def _dataset() -> list[dict[str, torch.Tensor]]:
+def _dataset(asked: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(5)
-    rows = torch.randint(0, 66, (BATCH * STEPS * 2, 12), generator=generator)
+    rows = torch.randint(0, 66, (asked.samples, 12), generator=generator)
     return [{"input_ids": row, "labels": row} for row in rows]
 
 

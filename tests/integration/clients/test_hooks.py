@@ -1,4 +1,4 @@
-"""Clients resume from checkpoints of other frameworks and world sizes by the code of docs/how-to/resume-in-a-client.md.
+"""The Trainer and accelerate resume from checkpoints of other frameworks and world sizes by `ucp.integrations`.
 
 What the Trainer and accelerate saved at step 3 of 6, over DeepSpeed or FSDP2 on two ranks, is brought into the same
 script on other ranks, over other frameworks, without a conversion: right after it is loaded the run holds what was
@@ -53,4 +53,32 @@ def test_a_client_goes_on(
     for step in LATER:
         assert told["losses"][step] == pytest.approx(saved.told["losses"][step], rel=TOLERANCE)
         assert told["rates"][step] == saved.told["rates"][step]
-    assert not set(told["losses"]) - set(LATER)
+    earlier = {step: loss for step, loss in told["losses"].items() if step not in LATER}
+    history = {step: loss for step, loss in saved.told["losses"].items() if step not in LATER}
+    assert earlier == (history if script == "trainer" else {})  # which is in trainer_state.json
+
+
+def test_the_trainer_goes_on_in_a_later_epoch(tmp_path: Path) -> None:
+    """The data of each epoch is shuffled, and its last step has a batch less."""
+    python, over = python_for(Run("trainer", ("--fsdp", "2"))), ("--samples", "6", "--accumulate", "2")
+    whole = run(python, tmp_path / "whole.json", "trainer", *over, "--save", tmp_path / "saved", ranks=1)
+    resume = ("--resume", tmp_path / "saved" / "checkpoint-3", "--hook")
+    told = run(python, tmp_path / "told.json", "trainer", *over, *resume, ranks=2)
+    assert whole["epochs"]["3"] > 1
+    assert told["epochs"] == whole["epochs"]
+    assert told["rates"] == whole["rates"]
+    for step in LATER:
+        assert told["losses"][step] == pytest.approx(whole["losses"][step], rel=TOLERANCE)
+
+
+def test_the_trainer_goes_on_from_what_no_trainer_saved(runs: Runs, tmp_path: Path) -> None:
+    """The number of steps is known, so the schedule and the place in the data are."""
+    source, out = Run("accelerate", ("--fsdp", "2")), tmp_path / "told.json"
+    saved = runs.saved(source)
+    told = run(python_for(source), out, "trainer", "--resume", saved.checkpoint, "--hook", ranks=1)
+    held = load_file(out.with_suffix(".safetensors"))
+    assert held.keys() == saved.held.keys()
+    for name in held:
+        assert torch.equal(held[name], saved.held[name]), name
+    assert tuple(told["losses"]) == LATER
+    assert told["epochs"]["4"] == pytest.approx(4 / 12)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import ucp
+from tests.golden.test_stream import check_layers
 from tests.integration.storage.servers import SERVERS
 from tests.unit.conftest import shrink
 
@@ -71,6 +72,12 @@ def test_inspect_and_plan(both):
     assert disk == store
     plans = [re.sub(r"[\d.,]+ [KMG]i?B", "N", command("plan", own).replace(str(own), "SOURCE")) for own in both]
     assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize("both", ["megatron", "megatron-legacy", "huggingface"], indirect=True)
+def test_stream(both):
+    disk, store = both
+    check_layers(disk, store)
 
 
 def test_convert_verify_and_diff(both, tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ python lightning_worker.py --ranks 2 --save ckpt --out OUT
 python lightning_worker.py --ranks 1 --resume ckpt --out OUT
 python lightning_worker.py --ranks 3 --resume ckpt --out OUT --hook [--whole]
 
-With --hook the checkpoint is brought in by the code of docs/how-to/resume-in-a-client.md; with --whole the model is
+With --hook the checkpoint is loaded by `ucp.integrations.lightning`; with --whole the model is
 whole on every rank (DDP).
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +68,9 @@ def main() -> None:
     module = Module(seed=1 if options.resume else 0, ranks=options.ranks)
     callbacks = [Saver(options.save)] if options.save else []
     if options.hook:
-        sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "clients"))
-        from recipe import recipe
+        from ucp.integrations.lightning import ResumeFrom
 
-        callbacks.append(recipe("ResumeFrom", "Lightning")(options.resume))
+        callbacks.append(ResumeFrom(options.resume))
     sharded = ModelParallelStrategy(data_parallel_size=options.ranks, tensor_parallel_size=1)
     trainer = lightning.Trainer(
         accelerator="cpu",

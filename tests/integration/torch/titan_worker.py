@@ -4,14 +4,13 @@ torchrun --nproc-per-node 2 titan_worker.py --out OUT              # OUT/checkpo
 torchrun --nproc-per-node 3 titan_worker.py --out AGAIN --resume   # from AGAIN/checkpoint/step-3
 UCP_CHECKPOINT=ckpt torchrun --nproc-per-node 3 titan_worker.py --out AGAIN --resume --hook
 
-With --hook the checkpoint is brought in by the code of docs/how-to/resume-in-a-client.md.
+With --hook the checkpoint is loaded by `ucp.integrations.torchtitan`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +46,9 @@ def main() -> None:
     options = parser.parse_args()
     kind = CheckpointManager
     if options.hook:
-        sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "clients"))
-        from recipe import recipe
+        from ucp.integrations.torchtitan import ResumingManager
 
-        kind = recipe("ResumingManager", "torchtitan")
+        kind = ResumingManager
     dist.init_process_group("gloo")
     torch.manual_seed(int(options.resume))
     model = nn.Sequential(nn.Linear(7, 16), nn.Tanh(), nn.Linear(16, 3))
@@ -59,8 +57,9 @@ def main() -> None:
     optimizers = OptimizersContainer.Config(param_groups=[group], implementation="for-loop").build(model_parts=[model])
     schedulers = LRSchedulersContainer.Config(warmup_steps=2).build(optimizers=optimizers, training_steps=6)
     progress = TrainState()
-    manager = kind(
-        CheckpointManager.Config(enable=True, interval=3, last_save_model_only=False, keep_latest_k=0),
+    config = kind.Config(enable=True, interval=3, last_save_model_only=False, keep_latest_k=0)
+    config.initial_load_model_only = False
+    manager = config.build(
         dataloader=None,
         model_parts=[model],
         optimizers=optimizers,

@@ -75,6 +75,8 @@ class Traffic:
     """Bytes that were stored on this rank."""
     peak_nbytes: int
     """Most host memory that windows took on this rank."""
+    memory_nbytes: int = 0
+    """Bytes that were stored on this rank from the memory of ranks (`carry_with_memory`)."""
     is_verified: bool = False
     """Whether everything that was stored was read again and compared."""
     checked: frozenset[str] = frozenset()

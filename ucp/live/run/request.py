@@ -34,6 +34,7 @@ from ucp.live.match.names import NameOptions
 from ucp.live.model.parallel.experts import PlacementLike
 from ucp.live.resume.rank_extras import RankPolicy
 from ucp.live.run.mesh import RunMesh, is_device_mesh
+from ucp.log import LoggedObserver
 from ucp.source.run_state import SCHEDULER
 
 if TYPE_CHECKING:
@@ -209,12 +210,12 @@ _SECONDS = 2.0
 
 
 def choose_observer(progress: object, *, rank: int) -> Observer | None:
-    """The observer of this rank, if any. Raises UsageError for anything else."""
-    if isinstance(progress, bool):
-        return Lines(sys.stderr) if progress and rank == 0 else None
-    if not isinstance(progress, Observer):
+    """The observer of this rank, which logs on rank 0; None if there is nothing to do. Raises UsageError."""
+    observer = Lines(sys.stderr) if progress is True and rank == 0 else progress
+    if not isinstance(observer, bool | Observer):
         raise UsageError(f"expected progress as True, False or an observer (begin, advance, end); got {progress!r}")
-    return progress
+    chosen = None if isinstance(observer, bool) else observer
+    return LoggedObserver(chosen) if rank == 0 else chosen
 
 
 class Lines:

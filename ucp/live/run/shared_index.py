@@ -11,13 +11,22 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Unpack
 
 import zstandard
 
+from ucp.conversion.arguments import SourceArguments
+from ucp.conversion.option import type_path
+from ucp.conversion.options import make_options
 from ucp.core.index import Index
-from ucp.io.folder import is_url
+from ucp.io.folder import is_url, parse_path
 from ucp.io.provenance import size_and_time
-from ucp.live.run.ranks import Ranks, run_together
+from ucp.live.checkpoint import Checkpoint
+from ucp.live.run.ranks import Ranks, find_ranks, run_together
+from ucp.source.read import index_of
+
+if TYPE_CHECKING:
+    import torch
 
 
 def read_once(ranks: Ranks, path: Path, read: Callable[[], Index]) -> Index:
@@ -43,6 +52,13 @@ def read_once(ranks: Ranks, path: Path, read: Callable[[], Index]) -> Index:
         return index or _unpack(received, path) or read()
 
     return run_together(ranks, choose)
+
+
+def open_together(path: type_path, device: torch.device, **options: Unpack[SourceArguments]) -> Checkpoint:
+    """What `ucp.open` returns, read by rank 0 for all ranks. Collective. `device`: of the model."""
+    ranks = find_ranks(None, device)
+    folder, source = run_together(ranks, lambda: (parse_path(path), make_options(**options).source))
+    return Checkpoint(read_once(ranks, folder, lambda: index_of(folder, source=source)))
 
 
 def _unpack(packed: bytes, path: Path) -> Index | None:

@@ -350,7 +350,8 @@
    */
   function makeMap(place, label, legend) {
     const canvas = make("canvas", { tabindex: "0", role: "application", "aria-label": label, "aria-roledescription": "map" });
-    const status = make("p", { role: "status" }, "Point at a cell, or focus the map and use the arrow keys. Enter chooses.");
+    const hint = "Point at a cell, or focus the map and use the arrow keys. A click or Enter chooses.";
+    const status = make("p", { role: "status" }, hint);
     const list = make("ul", { class: "legend" }, ...legend.map(([colour, text]) =>
       make("li", {}, make("span", { style: `background:${colour}` }), text)));
     place.classList.add("map");
@@ -431,11 +432,11 @@
         context.strokeRect(GUTTER + map.column * w, map.row * h, Math.max(w, 3), Math.max(h, 3));
       }
     };
-    map.show = (grid) => {
-      map.grid = grid;
-      map.image = null;
-      map.row = Math.min(map.row, grid.rows - 1);
-      map.column = Math.min(map.column, grid.columns - 1);
+    map.show = (grid, note = hint) => {
+      const isSame = map.grid && map.grid.rows === grid.rows && map.grid.columns === grid.columns;
+      if (!isSame) Object.assign(map, { row: 0, column: 0, isActive: false });
+      Object.assign(map, { grid, image: null });
+      status.textContent = map.isActive ? grid.describe(map.row, map.column) : note;
       map.draw();
     };
     const redraw = () => map.grid && ((map.image = null), map.draw());
@@ -488,7 +489,7 @@
       if (side.cut_short) controls.append(make("span", {}, "There are more shards than a page looks up; the last parameters are blank."));
       const focusable = [...widgets.map((widget) => widget && widget.querySelector("select")), all][focused];
       if (focusable) focusable.focus();
-      map.show(makeGrid(meshes[mesh]));
+      map.show(makeGrid(meshes[mesh]), all.disabled ? undefined : `Parameters ${count(from + 1)} to ${count(to)} of ${count(names.length)}`);
     }
 
     /** Amounts that ranks hold of parameters, with neighbouring ranks and parameters taken together. */

@@ -31,7 +31,9 @@ LAYERS = "ds_autoep_layers"
 """Key of the list of layers."""
 INFO = "universal_checkpoint_info"
 """Key of a record that has the list too; only this one is in universal checkpoints that ucp wrote."""
-_PARTS = ("w1", "w2", "w3")
+PARTS = ("w1", "w2", "w3")
+"""Projections of an expert: gate, down and up."""
+_ROUTER = ".router.gate.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class ExpertStacks:
     """Names of the modules that AutoEP put in place of the model's."""
     by_rank: Mapping[str, ExpertsByRank] = field(default_factory=dict)
     """Parameter to the experts of each rank, where they are not equal runs in order."""
+    known_from: str = LAYERS
+    """Where that is known from."""
 
     @classmethod
     def of(cls, root: Mapping[object, object], where: str) -> ExpertStacks:
@@ -63,7 +67,7 @@ class ExpertStacks:
             count, ep = (require_integer(layer.get(key), f"{key} of {prefix}") for key in ("num_experts", "ep_size"))
             if ep < 1 or count < 1:
                 raise MalformedError(f"expected ep_size and num_experts of {prefix} in {where} >= 1; got {ep}, {count}")
-            stacked = [f"{prefix}.{part}" for part in _PARTS]
+            stacked = [f"{prefix}.{part}" for part in PARTS]
             placed = read_experts_by_rank(layer, stacked, count, ep, f"{prefix} in {where}")
             if placed != divide_evenly(count, ep):
                 by_rank |= dict.fromkeys(stacked, placed)
@@ -73,6 +77,23 @@ class ExpertStacks:
         if len(degrees) > 1:
             raise UnsupportedError(f"expected one ep_size in {LAYERS} of {where}; got {sorted(degrees)}")
         return cls(counts, max(degrees, default=1), tuple(names), by_rank)
+
+    @classmethod
+    def of_names(cls, shapes: Mapping[str, Shape]) -> ExpertStacks:
+        """The stacks that parameters have the names of, in layers with a router; `shapes`: of all parameters.
+
+        >>> shapes = {f"mlp.experts.{part}": (4, 8, 5) for part in PARTS} | {"mlp.router.gate.weight": (4, 5)}
+        >>> ExpertStacks.of_names(shapes).layers
+        ('mlp',)
+        """
+        routers = [name.removesuffix(_ROUTER) for name in shapes if name.endswith(_ROUTER)]
+        layers = {}
+        for layer in routers:
+            stacked = [shapes.get(f"{layer}.experts.{part}", ()) for part in PARTS]
+            if {(len(shape), *shape[:1]) for shape in stacked} == {(3, shapes[f"{layer}{_ROUTER}"][0])}:
+                layers[layer] = stacked[0][0]
+        counts = {f"{layer}.experts.{part}": count for layer, count in layers.items() for part in PARTS}
+        return cls(counts, layers=tuple(layers), known_from="names of the parameters")
 
     def router_copies(self, names: Collection[str]) -> dict[str, str]:
         """Second name of a router's tensor to the first, for those among the module's `names`.
@@ -112,7 +133,7 @@ class ExpertStacks:
     def axis(self, name: str) -> AxisLayout:
         """How the expert-parallel ranks hold a stack."""
         cut = pattern("indexes", by_part=self.by_rank[name]) if name in self.by_rank else pattern("shard", dim=0)
-        return AxisLayout("ep", self.ep, cut, LAYERS)
+        return AxisLayout("ep", self.ep, cut, self.known_from)
 
     def take(self, tensors: dict[str, TensorRef], problems: Problems) -> dict[str, ShardedTensor]:
         """The stacks that tensors of expert files make; these are removed from `tensors`."""

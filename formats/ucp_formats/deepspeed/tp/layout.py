@@ -85,7 +85,7 @@ class MisfitError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """How one tensor is split over the tensor-parallel ranks."""
+    """How one tensor is split over the tensor-parallel ranks, or over the ranks of another axis."""
 
     pattern: Pattern
     """The pattern of the split."""
@@ -93,6 +93,10 @@ class TensorLayout:
     """Shape of the global tensor."""
     parts: int
     """Number of ranks."""
+    axis: str = "tp"
+    """The axis of these ranks."""
+    known_from: str = ""
+    """Where the layout is known from, if not from the record or family of the run."""
 
     def __post_init__(self) -> None:
         self.regions(0)

@@ -16,6 +16,7 @@ from ucp.core.tensor import DType
 from ucp.io.pickle.values import TorchSize
 from ucp.io.torch_file.storage import NewTensor
 from ucp_formats.deepspeed.read.module import EMPTY_SHAPES
+from ucp_formats.deepspeed.read.stacks import INFO, LAYERS
 from ucp_formats.deepspeed.write.optimizer.groups import is_optimized
 from ucp_formats.deepspeed.write.run import EMULATED, AtomDraft, RunFacts
 
@@ -33,15 +34,15 @@ def module_tensors(draft: AtomDraft, facts: RunFacts, kinds: Iterable[Kind] = Ki
     return _add_rest(draft, facts, module, 0)
 
 
-def placeholders(draft: AtomDraft, facts: RunFacts, rank: int) -> Module:
-    """The module as stage 3 saves it: the buffers of `rank`, and an empty tensor for each parameter.
+def placeholders(draft: AtomDraft, facts: RunFacts, rank: int, names: Iterable[str]) -> Module:
+    """Tensors `names` of the module as stage 3 saves it: the buffers of `rank`, an empty tensor for each parameter.
 
     One empty tensor per type serves all parameters, which keeps the files of thousands of ranks small.
     """
     buffers = dict(facts.extras.with_prefix("buffer/", rank))
     empty: dict[DType, NewTensor] = {}
     module: Module = OrderedDict()
-    for atom in facts.index.atoms.values():
+    for atom in map(facts.index.atoms.__getitem__, names):
         if atom.name in buffers:
             module[atom.name] = draft.copy_extra(buffers[atom.name])
         elif atom.kind is Kind.BUFFER:
@@ -103,14 +104,15 @@ def shapes(index: Index, groups: Iterable[Sequence[str]]) -> list[object]:
 def model_state(draft: AtomDraft, facts: RunFacts, rank: int, values: Mapping[str, object]) -> dict[str, object]:
     """The dict that the file of `rank` holds.
 
-    `values`: `module`; those keys among `optimizer`, `param_shapes`, `frozen_param_shapes`, `shared_params` and
-    `frozen_param_fragments` that the stage saves (the others are written as None); and `EMPTY_SHAPES` where needed.
+    `values`: `module`; what only AutoEP has (`record_layers`); those keys among `optimizer`, `param_shapes`,
+    `frozen_param_shapes`, `shared_params` and `frozen_param_fragments` that the stage saves (the others are written as
+    None); and `EMPTY_SHAPES` where needed.
     """
     extras, index = facts.extras, facts.index
     engine = extras.mapping("engine", rank)
     optional = {name: extras.get(name, rank) for name in ("sparse_tensor_module_names", "num_experts")}
     if facts.rules is not None:
-        optional["universal_checkpoint_info"] = dict(facts.rules.for_degree(facts.tp))
+        optional[INFO] = dict(facts.rules.for_degree(facts.tp))
     state: dict[str, object] = {
         "module": values["module"],
         "buffer_names": [atom.name for atom in index.atoms.values() if atom.kind is Kind.BUFFER],
@@ -132,6 +134,7 @@ def model_state(draft: AtomDraft, facts: RunFacts, rank: int, values: Mapping[st
         "ds_config": facts.config.with_stage(facts.stage),
         "ds_version": EMULATED,
         **{name: value for name, value in optional.items() if value is not None},
+        **{name: values[name] for name in ("num_experts", LAYERS, INFO) if name in values},
         **extras.client_state(rank),
     }
     carried = draft.copy_extra({key: value for key, value in state.items() if key not in values})

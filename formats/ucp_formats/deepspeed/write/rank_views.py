@@ -13,9 +13,9 @@ from ucp.core.topology import Topology
 from ucp.errors import MissingStateError, TopologyError, UnsupportedError, format_list
 from ucp_formats.deepspeed.config import Precision
 from ucp_formats.deepspeed.experts import ExpertNumbers
-from ucp_formats.deepspeed.tp.layout import TensorLayout, shared_divisors
+from ucp_formats.deepspeed.tp.layout import shared_divisors
 from ucp_formats.deepspeed.write.pipeline.layers import is_pipeline as was_pipeline
-from ucp_formats.deepspeed.write.run import RunFacts
+from ucp_formats.deepspeed.write.run import RunFacts, localize
 
 
 def rank_views(
@@ -31,7 +31,7 @@ def rank_views(
     groups. `uncut`: names of tensors that every tensor-parallel rank holds in full.
     """
     facts = replace(facts, tp=wanted.tp, pp=wanted.pp)
-    layouts: Mapping[str, TensorLayout] = {}
+    layouts = facts.cuts
     if wanted.tp > 1 and facts.rules is not None:
         split = (atom for name, atom in facts.index.atoms.items() if name not in uncut)
         shapes = {atom.name: (atom.global_shape, atom.kind is not Kind.BUFFER) for atom in split}
@@ -41,15 +41,7 @@ def rank_views(
         names = facts.index.atoms if stages is None else stages[stage]
         for rank in range(wanted.tp):
             atoms = {name: atom for name, atom in facts.index.atoms.items() if name in names}
-            for name, atom in atoms.items():
-                if name in layouts:  # the shape becomes the local one; fragments still refer to the global tensor
-                    shape = layouts[name].local_shape(rank)
-                    states = {
-                        key: replace(state, global_shape=shape) if state.global_shape == atom.global_shape else state
-                        for key, state in atom.states.items()
-                    }
-                    atoms[name] = replace(atom, global_shape=shape, states=states)
-            index = narrow_index(facts.index, atoms)
+            index = narrow_index(facts.index, localize(atoms, layouts, rank))
             if stages is not None:  # the engine removes groups without parameters (`_configure_optimizer`)
                 order = stages[stage].__getitem__
                 groups = (replace(group, params=tuple(sorted(group.params, key=order))) for group in index.groups)
@@ -112,28 +104,29 @@ def check_experts(facts: RunFacts, wanted: Topology, names: Iterable[str]) -> Ex
             f"{format_list(experts.missing)}\nDeepSpeed's files number experts without gaps: include these experts, or "
             "exclude all experts of the layer"
         )
-    if facts.stacks.counts.keys() & facts.index.atoms.keys():
-        raise UnsupportedError(
-            f"expected no experts of AutoEP for native files of {wanted}, because ucp does not write them; "
-            f"{facts.index.path} has some. Write a universal checkpoint (--to deepspeed-universal), which AutoEP loads "
-            "with every ep, dp and ZeRO stage"
-        )
-    if not experts.counts:
+    counts = {**experts.counts, **facts.stacks.counts}
+    if not counts:
         if wanted.ep > 1:
             raise TopologyError(
-                f"expected experts of DeepSpeed's MoE layer (deepspeed_experts.N) in {facts.index.path} for {wanted}; "
-                "there are none: drop ep. Experts of other frameworks are written like any other parameters"
+                f"expected experts of DeepSpeed's MoE layer (deepspeed_experts.N) or of AutoEP (LAYER.experts.w1, w2 "
+                f"and w3 beside LAYER.router.gate.weight) in {facts.index.path} for {wanted}; there are none: rename "
+                "experts to these names, or drop ep. Under other names they are written like any other parameters"
             )
         return experts
-    uneven = [f"{prefix}*: {count} experts" for prefix, count in experts.counts.items() if count % wanted.ep]
+    uneven = [f"{prefix}*: {count} experts" for prefix, count in counts.items() if count % wanted.ep]
     uneven += [f"dp={wanted.dp}"] if wanted.dp % wanted.ep else []
     if uneven:
         raise TopologyError(
             f"expected ep to divide dp and the number of experts of each layer; got {wanted}, whose ep does not "
-            f"divide\n{format_list(uneven)}\nChoose ep among {shared_divisors(experts.counts.values())}, and a dp that "
+            f"divide\n{format_list(uneven)}\nChoose ep among {shared_divisors(counts.values())}, and a dp that "
             "it divides"
         )
-    if wanted.tp > 1 or wanted.pp > 1 or facts.stage == 3:
+    if facts.stacks.counts and experts.counts:
+        raise UnsupportedError(
+            f"expected experts of DeepSpeed's MoE layer or of AutoEP in {facts.index.path}, not both for {wanted}, "
+            "because the files of experts number the layers of both kinds in one row, which is not recorded"
+        )
+    if experts.counts and (wanted.tp > 1 or wanted.pp > 1 or facts.stage == 3):
         raise TopologyError(
             f"expected tp=1, pp=1 and zero=0 to 2 for a model with DeepSpeed's experts, because ucp writes no others; "
             f"got {wanted}. DeepSpeed has no native experts with ZeRO 3"

@@ -20,7 +20,7 @@ from ucp.contract.run_extras import LR_SCHEDULER
 from ucp.contract.sidecars import add_sidecars
 from ucp.core.gaps import check_weights
 from ucp.core.index import TAG, WEIGHT, AtomIndex, Index, Kind
-from ucp.core.layout import AxisLayout, Layout, Pattern, locate_shard
+from ucp.core.layout import AxisLayout, Layout, locate_shard
 from ucp.core.layout import RankShard as LocalPart
 from ucp.core.region import RegionPair
 from ucp.core.target import Literal, OutputFile, Receipts, Slice, TargetOptions, TargetPlan, full_slice
@@ -66,19 +66,20 @@ class AtomDraft(FileDraft):
         path: str,
         index: Index,
         cuts: Mapping[str, TensorLayout] | None = None,
-        tp: int = 0,
+        coords: Mapping[str, int] | None = None,
         *,
+        axis: str = "tp",
         known_from: str = "",
     ) -> None:
         """`index`: the source, with the shapes that this file holds.
 
-        `cuts`: layouts of tensors that are split over tensor-parallel ranks; `known_from`: where these layouts come
-        from. `tp`: the tensor-parallel rank that the file is for.
+        `cuts`: layouts of tensors that are split over the ranks of an axis; `known_from`: where these layouts come
+        from. `coords`: the rank on these axes that the file is for.
         """
         super().__init__(path)
         self._index = index
         self._cuts = cuts or {}
-        self._tp = tp
+        self._coords = coords or {}
         self._known_from = known_from
         self._full_tensors: dict[tuple[str, str, DType], NewTensor] = {}
 
@@ -132,21 +133,22 @@ class AtomDraft(FileDraft):
         return self.add_tensor(dtype, (numel,), parts)
 
     def _layout(self, param: str, *flat: AxisLayout) -> Layout:
-        """How a parameter is split over tp; then `flat` splits the rank's part in row-major order."""
+        """How a parameter is split over its axis; then `flat` splits the rank's part in row-major order."""
         cut = self._cuts.get(param)
-        return _one_layout(() if cut is None else (cut.pattern, cut.parts, self._known_from), flat)
+        known_from = "" if cut is None else cut.known_from or self._known_from
+        return _one_layout(() if cut is None else (AxisLayout(cut.axis, cut.parts, cut.pattern, known_from),), flat)
 
     def _part(self, param: str, layout: Layout, rank: int = 0) -> LocalPart:
         """The part of a parameter that data-parallel rank `rank` holds."""
         cut = self._cuts.get(param)
         shape = self._index.atoms[param].global_shape if cut is None else cut.global_shape
-        return locate_shard(layout, shape, coords={"tp": self._tp, "dp": rank})
+        return locate_shard(layout, shape, coords={**self._coords, **{axis.axis: rank for axis in layout.flat}})
 
 
 @lru_cache(maxsize=1 << 14)
-def _one_layout(cut: tuple[Pattern, int, str] | tuple[()], flat: tuple[AxisLayout, ...]) -> Layout:
+def _one_layout(axes: tuple[AxisLayout, ...], flat: tuple[AxisLayout, ...]) -> Layout:
     """The layout; the same object for all ranks and states of a parameter."""
-    return Layout((AxisLayout("tp", cut[1], cut[0], cut[2]),) if cut else (), flat)
+    return Layout(axes, flat)
 
 
 def _pairs(part: LocalPart) -> tuple[RegionPair, ...]:
@@ -202,17 +204,22 @@ class RunFacts:
     """Pipeline stages of the target."""
     mp: int = 0
     """Model-parallel rank whose files are planned."""
+    ep_rank: int = 0
+    """Expert-parallel rank whose files are planned."""
     cuts: Mapping[str, TensorLayout] = field(default_factory=dict)
-    """Layouts of tensors that are split over tensor-parallel ranks."""
+    """Layouts of tensors that are split over tensor-parallel ranks, over expert-parallel ones, or over data-parallel
+    ones (parameters of which each trains a part)."""
+    stacks: ExpertStacks = field(default_factory=ExpertStacks)
+    """Experts that AutoEP stacks: as in the source, or as the target's ranks hold them."""
 
-    def draft(self, path: str) -> AtomDraft:
-        """A new file of model-parallel rank `mp`."""
-        return AtomDraft(path, self.index, self.cuts, self.mp % self.tp, known_from=self.tp_known_from)
+    def has_parts(self, param: str) -> bool:
+        """Whether every data-parallel rank trains a part of a parameter."""
+        return param in self.cuts and self.cuts[param].axis == "dp"
 
-    @property
-    def stacks(self) -> ExpertStacks:
-        """Experts of the source that AutoEP stacked."""
-        return ExpertStacks.of({INFO: self.extras.mapping(INFO)}, self.index.path)
+    def draft(self, path: str, rank: int = 0) -> AtomDraft:
+        """A new file of model-parallel rank `mp`, expert-parallel rank `ep_rank` and data-parallel rank `rank`."""
+        coords = {"tp": self.mp % self.tp, "ep": self.ep_rank, "dp": rank}
+        return AtomDraft(path, self.index, self.cuts, coords, known_from=self.tp_known_from)
 
     @property
     def tp_known_from(self) -> str:
@@ -240,6 +247,9 @@ def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int, t
     trained = [atom for atom in index.atoms.values() if atom.kind is Kind.PARAMETER]
     with Prober() as prober:
         optimizer = OptimizerPlan(index, prober)
+    shapes = {atom.name: atom.global_shape for atom in index.atoms.values()}
+    recorded = ExpertStacks.of({INFO: extras.mapping(INFO)}, index.path)
+    stacks = recorded if recorded.counts.keys() & shapes.keys() else ExpertStacks.of_names(shapes)
     precision = config.precision(atom.model_dtype or atom.states[WEIGHT].dtype for atom in trained if atom.states)
     return RunFacts(
         index=index,
@@ -256,6 +266,7 @@ def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int, t
         rules_notes=rules_notes,
         is_foreign=is_foreign,
         keeps_zeros=options.keeps_zeros,
+        stacks=stacks,
     )
 
 
@@ -291,6 +302,19 @@ def _tensor_rules(
     rules = UniversalCheckpointInfo(recorded_layouts(layouts), index.path)
     rules.known_from = family.known_from
     return rules, (*family.notes, _AS_THE_FAMILY)
+
+
+def localize(atoms: Mapping[str, AtomIndex], layouts: Mapping[str, TensorLayout], rank: int) -> dict[str, AtomIndex]:
+    """The atoms with the shapes that they have on `rank`; fragments still refer to the global tensors."""
+    local = dict(atoms)
+    for name in layouts.keys() & atoms.keys():
+        atom, shape = atoms[name], layouts[name].local_shape(rank)
+        states = {
+            key: replace(state, global_shape=shape) if state.global_shape == atom.global_shape else state
+            for key, state in atom.states.items()
+        }
+        local[name] = replace(atom, global_shape=shape, states=states)
+    return local
 
 
 def tag(index: Index) -> str:

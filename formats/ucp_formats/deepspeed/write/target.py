@@ -19,12 +19,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ucp.contract.layouts import holder_axes
+from ucp.contract.registry import BY_RULE, lay_out_cuts
 from ucp.core.index import WEIGHT, Index
 from ucp.core.layout import AxisLayout
 from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.topology import Topology
 from ucp.errors import MissingStateError, TopologyError, UnsupportedError, UsageError, format_count
 from ucp.io.torch_file.draft import FinishedFile, make_target_plan
+from ucp_formats.deepspeed.tp.layout import TensorLayout
+from ucp_formats.deepspeed.write.autoep import place_stacks
 from ucp_formats.deepspeed.write.optimizer.groups import (
     check_stepped,
     describe_without_groups,
@@ -57,6 +60,7 @@ class DeepSpeedTarget(EngineTarget):
         wanted = _target_topology(index, topology)
         stage = wanted.zero or 0
         facts = run_facts(index, options, ranks=wanted.dp, stage=stage, tp=wanted.tp)
+        facts = _add_cuts(place_stacks(facts, wanted), wanted, options)
         groups = optimizer_groups(facts)
         if stage and not groups:
             raise MissingStateError(
@@ -78,6 +82,26 @@ class DeepSpeedTarget(EngineTarget):
         plan = make_target_plan(index, list(drafted), notes=notes, topology=wanted, axes_of=axes_of)
         plan = self._finish_plan(facts, plan, filled_with_zeros(groups) if flat else {})
         return plan if groups else _without_states(plan, index)
+
+
+def _add_cuts(facts: RunFacts, wanted: Topology, options: TargetOptions) -> RunFacts:
+    """The facts with the parameters of which every data-parallel rank trains a part, by the user's rules."""
+    layouts = lay_out_cuts(facts.index, options.patterns, wanted.dp)
+    if not layouts:
+        return facts
+    if wanted.zero not in (1, 2) or wanted.tp > 1 or wanted.pp > 1:
+        raise TopologyError(
+            f"expected zero=1 or zero=2, tp=1 and pp=1 for parameters with a rule for dp ({', '.join(layouts)}); got "
+            f"{wanted}. DeepSpeed has no other files that hold the part of every data-parallel rank"
+        )
+    if tied := [alias for alias, name in facts.index.aliases.items() if name in layouts]:
+        raise UnsupportedError(f"expected no rule for dp for tied parameters; got {', '.join(tied)}, tied to one")
+    atoms = facts.index.atoms
+    cuts = {
+        name: TensorLayout(layout.axes[0].pattern, atoms[name].global_shape, wanted.dp, "dp", BY_RULE)
+        for name, layout in layouts.items()
+    }
+    return replace(facts, cuts=cuts)
 
 
 def _without_states(plan: TargetPlan, index: Index) -> TargetPlan:
@@ -142,11 +166,13 @@ def _files(
     def axes_of(param: str) -> tuple[AxisLayout, ...]:
         """Axes of the run that hold a parameter: copies of it, apart from what ZeRO and tensor parallelism split."""
         owner = experts.owner(param, wanted.ep)
-        ranks = wanted.dp if owner is None else wanted.dp // wanted.ep
+        is_stack = param in facts.stacks.counts
+        ranks = wanted.dp if owner is None and not is_stack else wanted.dp // wanted.ep
         return (
             *holder_axes(
                 "pp", wanted.pp, stages_from, [at for at, names in enumerate(stages.places) if param in names]
             ),
+            *((facts.stacks.axis(param),) if is_stack and wanted.ep > 1 else ()),
             *(() if owner is None else holder_axes("ep", wanted.ep, "the numbers of the experts", (owner,))),
             *holder_axes("tp", wanted.tp, facts.tp_known_from),
             *holder_axes("dp", ranks, f"ZeRO-{wanted.zero}"),

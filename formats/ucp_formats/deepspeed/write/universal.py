@@ -25,6 +25,7 @@ from ucp_formats.deepspeed.config import Precision
 from ucp_formats.deepspeed.experts import is_expert
 from ucp_formats.deepspeed.names import LATEST, LATEST_UNIVERSAL
 from ucp_formats.deepspeed.read.universal.parameter_folders import check_places, state_path
+from ucp_formats.deepspeed.write.autoep import record_layers
 from ucp_formats.deepspeed.write.model_states import frozen_shapes, model_state, module_tensors, shapes
 from ucp_formats.deepspeed.write.optimizer.groups import (
     Group,
@@ -144,6 +145,7 @@ def _model_files(facts: RunFacts, groups: Sequence[Group]) -> Iterator[FinishedF
                 "param_shapes": shapes(view.index, [[atom.name for atom in group.params] for group in groups]),
                 "frozen_param_shapes": frozen_shapes(view.index),
                 "shared_params": dict(facts.index.aliases),
+                **record_layers(view, place=0, holders=1),
             }
             yield draft.finish(model_state(draft, view, 0, values))
 

@@ -1,4 +1,4 @@
-"""Real AutoEP resumes, at another ep and ZeRO stage, from the universal folder that `ucp convert` wrote."""
+"""Real AutoEP resumes, at another ep, dp and ZeRO stage, from what `ucp convert` wrote: universal and native files."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import ucp
+from ucp.core.topology import Topology
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -23,18 +24,28 @@ HERE = Path(__file__).resolve().parent
 FIXTURES = HERE.parents[3] / "fixtures" / "deepspeed"
 LOADS = [("z1-autoep2", 2, 1, 1), ("z1-autoep2", 2, 2, 2), ("z2-autoep2-dp4-bf16", 2, 1, 1), ("z1-autoep2", 2, 2, 3)]
 """Source, and the ranks, ep and ZeRO stage of the run that resumes."""
+NATIVE = [
+    ("z1-autoep2", 4, 4, 2),
+    ("z3-autoep2-dp4", 4, 2, 1),
+    ("z0-autoep2", 2, 1, 3),
+    ("z1-autoep2", 4, 2, 3),
+    ("z3-autoep2-dp4", 4, 4, 0),
+    ("z2-autoep2-dp4-bf16", 2, 2, 3),
+]
+"""The same, for loads without load_universal."""
 
 
-def resume(source: str, *, ranks: int, ep: int, stage: int, root: Path) -> Path:
+def resume(source: str, *, ranks: int, ep: int, stage: int, root: Path, universal: bool) -> Path:
     """Load what `convert` writes, in processes of their own: DeepSpeed keeps the groups of earlier engines."""
-    ucp.convert(FIXTURES / source / "checkpoint", root / "universal", to="deepspeed-universal")
+    to, topology = ("-universal", None) if universal else ("", Topology(dp=ranks, ep=ep, zero=stage))
+    ucp.convert(FIXTURES / source / "checkpoint", root / "written", to=f"deepspeed{to}", topology=topology)
     job = {
         "base": source,
         "case": {"stage": stage, "ranks": ranks, "expert_parallel_size": ep},
-        "checkpoint": str(root / "universal"),
+        "checkpoint": str(root / "written"),
         "live": False,
-        "universal": True,
-        "mended": stage == 3,
+        "universal": universal,
+        "mended": universal and stage == 3,
         "unmanaged_from": None,
         "out": str(root / "out"),
     }
@@ -49,9 +60,14 @@ def resume(source: str, *, ranks: int, ep: int, stage: int, root: Path) -> Path:
     return root / "out"
 
 
-@pytest.mark.parametrize(("source", "ranks", "ep", "stage"), LOADS)
-def test_every_rank_holds_its_experts_and_goes_on(source: str, ranks: int, ep: int, stage: int, tmp_path: Path) -> None:
-    out = resume(source, ranks=ranks, ep=ep, stage=stage, root=tmp_path)
+@pytest.mark.parametrize(
+    ("source", "ranks", "ep", "stage", "universal"),
+    [*((*row, True) for row in LOADS), *((*row, False) for row in NATIVE)],
+)
+def test_every_rank_holds_its_experts_and_goes_on(
+    source: str, ranks: int, ep: int, stage: int, universal: bool, tmp_path: Path
+) -> None:
+    out = resume(source, ranks=ranks, ep=ep, stage=stage, root=tmp_path, universal=universal)
     held = [load_file(path) for path in sorted(out.glob("truth-ep*.safetensors"))]
     assert len(held) == ep, [path.read_text() for path in out.glob("error*")]
     checkpoint = ucp.open(FIXTURES / source / "checkpoint")

@@ -39,15 +39,7 @@ def place_run(
     in the checkpoint. Raises LoadError if the numbers of layers or experts are not consecutive, FamilyError, and
     UsageError, e.g. for a map of experts that do not exist.
     """
-
-    def parse_placement() -> ExpertMap:
-        if placement is not None and (run.has_global_parts or mesh.topology is None):
-            has_layout = run.has_global_parts
-            got = "a model whose layout is known" if has_layout else "no topology: pass one, such as dp=1"
-            raise UsageError(f"expected placement= only with plain modules of local shapes and a topology; got {got}")
-        return ExpertMap.parse(placement, ep=mesh.degree("ep"))
-
-    expert_map = run_together(ranks, parse_placement)
+    expert_map = run_together(ranks, lambda: parse_experts(placement, run, mesh))
     surveys = ranks.share(survey_numbers(run.model))
     model = run_together(
         ranks,
@@ -79,6 +71,15 @@ def place_run(
     if any(choices.layouts for choices in candidates.values()):
         model = replace(model, notes=(*model.notes, *finder.notes))
     return replace(run, model=model)
+
+
+def parse_experts(placement: PlacementLike | None, run: LiveRun, mesh: RunMesh) -> ExpertMap:
+    """The map of experts that the user passed. Raises UsageError if it is wrong, or does not go with the run."""
+    if placement is not None and (run.has_global_parts or mesh.topology is None):
+        has_layout = run.has_global_parts
+        got = "a model whose layout is known" if has_layout else "no topology: pass one, such as dp=1"
+        raise UsageError(f"expected placement= only with plain modules of local shapes and a topology; got {got}")
+    return ExpertMap.parse(placement, ep=mesh.degree("ep"))
 
 
 def _assign_layouts(

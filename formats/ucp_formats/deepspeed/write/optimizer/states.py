@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -47,8 +47,8 @@ class GroupBuffer:
     """How that splits each parameter."""
 
     @classmethod
-    def of(cls, facts: RunFacts, group: Group, *, ranks: int) -> GroupBuffer:
-        """The buffer of a group that is partitioned over `ranks` ranks, as the engine of the target builds it."""
+    def of(cls, facts: RunFacts, group: Group, *, ranks: int, axis: str = "dp") -> GroupBuffer:
+        """The buffer of a group that `ranks` ranks along `axis` partition, as the engine of the target builds it."""
         plain = facts.stage == 1 and facts.config.uses_bf16_optimizer(facts.precision)
         sizes = dict(group.sizes)
         if facts.config.round_robin and not plain:
@@ -59,6 +59,7 @@ class GroupBuffer:
             paddings = alignment_paddings(tuple(sizes.values()), itemsize=itemsize)
         known_from = f"ZeRO-{facts.stage}"
         layout, *_ = shared_buffers(sizes, ranks=ranks, paddings=paddings, first=0, known_from=known_from)
+        layout = replace(layout, axis=axis)
         return cls(group=group, layout=layout, axes=layout.axes())
 
     @property
@@ -93,6 +94,8 @@ class SubGroup:
     """The parameter group that the sub-group is part of."""
     chunks: Chunks
     """Which elements of each parameter a rank holds."""
+    holders: Sequence[int]
+    """Data-parallel ranks that hold the chunks, in their order."""
 
     @cached_property
     def counters(self) -> Mapping[str, AtomIndex]:
@@ -100,14 +103,14 @@ class SubGroup:
         return {state: self.group.counter(state, self.chunks.numels) for state in self.group.counts}
 
 
-def split_groups(facts: RunFacts, groups: Sequence[Group]) -> list[list[SubGroup]]:
-    """Sub-groups of each group, as the target's engine splits it."""
+def split_groups(facts: RunFacts, groups: Sequence[Group], holders: Sequence[Sequence[int]]) -> list[list[SubGroup]]:
+    """Sub-groups of each group, as the target's engine splits it; `holders`: the ranks that hold each group."""
     split = []
-    for group in groups:
+    for group, ranks in zip(groups, holders, strict=True):
         sizes = dict(group.sizes)
-        parts = sub_groups(group.sizes, ranks=facts.ranks, limit=facts.config.sub_group_size)
-        chunks = [Chunks({name: sizes[name] for name in names}, facts.ranks) for names in parts]
-        split.append([SubGroup(group=group, chunks=part) for part in chunks])
+        parts = sub_groups(group.sizes, ranks=len(ranks), limit=facts.config.sub_group_size)
+        chunks = [Chunks({name: sizes[name] for name in names}, len(ranks)) for names in parts]
+        split.append([SubGroup(group=group, chunks=part, holders=ranks) for part in chunks])
     return split
 
 
@@ -189,7 +192,8 @@ def chunked_state(
         first = len(masters)
         entries.append(group_entry(draft, facts, group, range(first, first + len(subs))))
         for number, sub in enumerate(subs, first):
-            stored, numel = draft.ranges(sub.chunks, sub.chunks.axes(), rank), sub.chunks.lengths(0).start
+            stored = draft.ranges(sub.chunks, sub.chunks.axes(), sub.holders.index(rank))
+            numel = sub.chunks.lengths(0).start
             masters.append(draft.flat(WEIGHT, group.dtypes[WEIGHT], numel, stored))
             if group.state_names:
                 state[number] = _flat_states(draft, facts, group, stored, numel=numel, counters=sub.counters)
@@ -197,9 +201,29 @@ def chunked_state(
         "zero_stage": _stage(3),
         **common_keys(facts, rank),
         "partition_count": facts.ranks,
+        **_partition_groups(facts, [sub for _, subs in cut for sub in subs], rank),
         "optimizer_state_dict": {"state": state, "param_groups": entries},
         "fp32_flat_groups": masters,
     }
+
+
+def _partition_groups(facts: RunFacts, subs: Sequence[SubGroup], rank: int) -> dict[str, object]:
+    """The ranks that hold each sub-group of a run with AutoEP, which a load compares with those of its run."""
+    if not facts.stacks.counts:
+        return {}
+    groups = [
+        {
+            "sub_group": number,
+            "partition_count": len(sub.holders),
+            "partition_rank": sub.holders.index(rank),
+            "partition_ranks": list(sub.holders),
+            "families": ["autoep_expert" if is_stack else "replicated"],
+            "group_names": [f"ep_size_{facts.stacks.ep}" if is_stack else "replicated"],
+        }
+        for number, sub in enumerate(subs)
+        for is_stack in [not facts.stacks.counts.keys().isdisjoint(sub.chunks.numels)]
+    ]
+    return {"ds_zero_partition_groups": groups}
 
 
 def _flat_states(
