@@ -100,8 +100,7 @@ def test_split_folders(folder: Path, ucp: Run) -> None:
     assert package.inspect(folder / "from-mixed").atoms["weight"].states.keys() == {
         *("weight", "exp_avg", "exp_avg_sq", "step")
     }
-    with pytest.raises(package.UcpError, match="the optimizer has 2 parameters that the model lacks"):
-        package.inspect("optim")
+    assert "the optimizer has 2 parameters that the model lacks" in ucp("inspect", "optim", code=1).output
 
 
 def test_resume_a_torch_save_script(folder: Path, ucp: Run) -> None:
