@@ -208,11 +208,13 @@ def migrate(
     lost: Collection[int] = (),
     checkpoint: type_path | None = None,
     bandwidth: float | None = None,
+    tolerance: float | None = None,
 ) -> ucp.Migration:
     """How nodes that are left get the experts of a new placement: which becomes which, and who sends what.
 
     `Migration.placement` is `after`, with its nodes in the order of those that are left, so that fewest experts move:
-    what `load_into(placement=...)` takes.
+    what `load_into(placement=...)` takes. With `tolerance`, such as 0.05, experts of as many replicas may also exchange
+    their slots so that fewer move: survival stays what it is, and the busiest GPU gets at most that share more tokens.
 
     `before`, `after`: the placement until now, and that of the nodes that are left (`ucp.place`), of the same layers.
     `lost`: nodes of `before`, by number. `checkpoint`: of the model, tells the bytes of experts. `bandwidth`: bytes
@@ -222,7 +224,7 @@ def migrate(
     from ucp.placement.migrate import measure_experts, plan_migration
 
     sizes = None if checkpoint is None else measure_experts(inspect(checkpoint))
-    return plan_migration(before, after, lost=lost, nbytes_per_expert=sizes, bandwidth=bandwidth)
+    return plan_migration(before, after, lost=lost, nbytes_per_expert=sizes, bandwidth=bandwidth, tolerance=tolerance)
 
 
 def advise(
