@@ -44,10 +44,9 @@ def accept_any_checkpoint(trainer: Trainer, **options: Unpack[ResumeArguments]) 
     """
     missing = [name for name in _METHODS if not hasattr(trainer, name)]
     if missing:
-        version = import_library("transformers").__version__
         raise UnsupportedError(
-            f"expected a Trainer that loads as in transformers 5.23; got {type(trainer).__name__} of transformers "
-            f"{version}, without {', '.join(missing)}. Install transformers 5.23, or call ucp.load_into in a callback"
+            f"expected a Trainer that loads as in transformers 5.23; got a {type(trainer).__name__} without "
+            f"{', '.join(missing)}. Install transformers 5.23, or call ucp.load_into in a callback"
         )
     resumption = _Resumption(trainer, options)
     for name in _METHODS:
@@ -69,9 +68,9 @@ class _Resumption:
         path = resume_from_checkpoint
         if path is True:
             utils = import_library("transformers.trainer_utils")
-            path = utils.get_last_checkpoint(self._trainer.args.output_dir) or True
-        if isinstance(path, bool) or path is None:  # True: the Trainer says that there is none
-            return self._original["train"](path, *args, **kwargs)
+            path = utils.get_last_checkpoint(self._trainer.args.output_dir)
+        if not path:  # also if there is none, which the Trainer says
+            return self._original["train"](resume_from_checkpoint, *args, **kwargs)
         self._path = cast("type_path", path)
         try:
             return self._original["train"](None, *args, **kwargs)

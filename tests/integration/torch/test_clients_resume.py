@@ -82,6 +82,16 @@ def test_lightning_goes_on_by_a_callback(python: str, tmp_path: Path) -> None:
         resumed = trained(python, ranks, out, "--resume", str(saved), "--hook", *way)
         assert losses(resumed) == pytest.approx(losses(whole), rel=1e-5)
         assert {(own["lr"], own["step"]) for own in resumed} == {(own["lr"], own["step"]) for own in whole}
+        assert {own["batches"] for own in resumed} == {8}  # also those before the save
+
+
+def test_lightning_goes_on_from_what_it_did_not_save(python: str, tmp_path: Path) -> None:
+    """Only the number of steps is known: two epochs begin again. Each has the same data."""
+    saved = tmp_path / "store"
+    whole = trained(python, 2, tmp_path / "whole", "--save", str(saved), "--hook")
+    resumed = trained(python, 1, tmp_path / "resumed", "--resume", str(saved), "--hook", "--whole")
+    assert losses(resumed)[:4] == pytest.approx(losses(whole), rel=1e-5)
+    assert {(own["step"], own["batches"]) for own in resumed} == {(4 + 8, 8)}
 
 
 def test_a_checkpoint_of_lightning_becomes_one_of_deepspeed(python: str, tmp_path: Path) -> None:
