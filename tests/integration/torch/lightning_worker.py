@@ -117,11 +117,11 @@ class Counter(lightning.Callback):
     def on_train_batch_end(self, *args: object) -> None:
         self.batches += 1
 
-    def state_dict(self) -> dict[str, int]:
-        return {"batches": self.batches}
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"batches": torch.tensor(self.batches)}
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.batches = state_dict["batches"]
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        self.batches = state_dict["batches"].item()
 
 
 if __name__ == "__main__":

@@ -86,6 +86,14 @@ def test_lightning_goes_on_by_a_callback(python: str, tmp_path: Path) -> None:
         assert {own["batches"] for own in resumed} == {8}  # also those before the save
 
 
+def test_lightning_goes_on_from_one_file_by_a_callback(python: str, tmp_path: Path) -> None:
+    saved = tmp_path / "one.ckpt"
+    whole = trained(python, 2, tmp_path / "whole", "--whole", "--save", str(saved))
+    resumed = trained(python, 3, tmp_path / "resumed", "--resume", str(saved), "--hook")
+    assert losses(resumed) == pytest.approx(losses(whole), rel=1e-5)
+    assert {(own["lr"], own["step"], own["batches"]) for own in resumed} == {(own["lr"], 8, 8) for own in whole}
+
+
 def test_lightning_goes_on_from_what_it_did_not_save(python: str, tmp_path: Path) -> None:
     """Only the number of steps is known: two epochs begin again, in which the run does what plain torch does."""
     store = tmp_path / "store"
