@@ -59,7 +59,7 @@ Rank = tuple[str, Coords]
 
 def checkpoints() -> Iterator[Path]:
     """Every kept checkpoint that ranks of a framework wrote; universal folders know nothing of ranks."""
-    for kind in ("deepspeed", "megatron", "torch"):
+    for kind in ("deepspeed", "megatron", "torch", "columns"):
         for case in sorted((FIXTURES / kind).iterdir()):
             if (case / "checkpoint").is_dir() and case.name not in REFUSED | UNEVEN:
                 yield case / "checkpoint"
@@ -67,7 +67,8 @@ def checkpoints() -> Iterator[Path]:
 
 def read(path: Path) -> Index:
     """Index of a kept checkpoint."""
-    options = SourceOptions(shapes_from=SHAPES_FROM.get(path.parent.name))
+    rules = path.parents[1] / "rules.toml"
+    options = SourceOptions(shapes_from=SHAPES_FROM.get(path.parent.name), patterns=rules if rules.exists() else None)
     format_, evidence = registry.recognise(path, options=options)
     return format_.read(evidence.root)
 
@@ -145,6 +146,7 @@ _RANKS: Mapping[str, tuple[tuple[str, re.Pattern[str], _Reader], ...]] = {
     "torch": (
         ("model", re.compile(r"(?:pytorch_)?model\w*_rank_?(\d+)\.(?:pt|bin)"), _torch_rank),
         ("optimizer", re.compile(r"optim\w*_rank_?(\d+)\.(?:pt|bin)"), _torch_rank),
+        ("all", re.compile(r"checkpoint_rank_(\d+)\.pt"), _torch_rank),
     ),
 }  # fmt: skip
 """Format to its files of ranks: role, form of the name, and the coordinates that it tells."""

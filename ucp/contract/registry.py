@@ -14,10 +14,12 @@ from ucp.contract.locating import Evidence, Strength
 from ucp.contract.protocols import Engine, Format, SourceOptions, Target
 from ucp.contract.run_extras import RunExtras
 from ucp.core.index import Index
+from ucp.core.layout import AxisLayout, Layout, Pattern, compute_local_shape
 from ucp.core.target import TargetOptions
 from ucp.errors import (
     IdleOptionError,
     MisfitError,
+    TopologyError,
     UcpError,
     UnknownFamilyError,
     UnknownFormatError,
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from ucp.families.library import Library
     from ucp.live.adapters import LiveAdapter
 
+BY_RULE = "the rule of --patterns"
+"""What says how data-parallel ranks cut a parameter."""
 _MOST_TRIED = 50
 """Folders that are searched for a checkpoint to suggest."""
 
@@ -134,6 +138,44 @@ def choose_family(
         if not explain:
             raise
         return choice(known.concrete())  # the message says why each family does not fit
+
+
+def data_parallel_cuts(names: Iterable[str], patterns: Path | str | None) -> dict[str, Pattern]:
+    """Parameters among `names` that every data-parallel rank has a part of, with the pattern of the parts.
+
+    Only a rule of the user's says so (`dp = { pattern = "shard", dim = 1 }`), in the file `patterns`: frameworks do not
+    record it. Raises UsageError for a mistake in the file.
+    """
+    if not patterns:
+        return {}
+    known, own_family = library().with_file(Path(patterns))
+    family = known.family(own_family)
+    rules = {name: axis for name in names if (named := family.read(name)) for axis in named.rule.axes}
+    return {name: axis.make_pattern(family.values) for name, axis in rules.items() if axis.axis == "dp"}
+
+
+def has_data_parallel_rules(patterns: Path | None) -> bool:
+    """Whether the user's rules say how data-parallel ranks cut a parameter: then they may be for the target alone."""
+    if patterns is None:
+        return False
+    known, own_family = library().with_file(patterns)
+    return any(axis.axis == "dp" for rule in known.family(own_family).rules for axis in rule.axes)
+
+
+def lay_out_cuts(index: Index, patterns: str, ranks: int) -> dict[str, Layout]:
+    """`data_parallel_cuts` of a target with `ranks` ranks, as layouts. Raises TopologyError for parts of two sizes."""
+    layouts = {
+        name: Layout((AxisLayout("dp", ranks, cut, BY_RULE),))
+        for name, cut in (data_parallel_cuts(index.atoms, patterns) if ranks > 1 else {}).items()
+    }
+    uneven = [
+        f"{name}: {list(index.atoms[name].global_shape)} by {layout.axes[0].pattern.name}"
+        for name, layout in layouts.items()
+        if len({compute_local_shape(layout, index.atoms[name].global_shape, rank) for rank in layout.ranks()}) > 1
+    ]
+    if uneven:
+        raise TopologyError(f"expected parts of equal shape on {ranks} data-parallel ranks; got\n{format_list(uneven)}")
+    return layouts
 
 
 def target_family(

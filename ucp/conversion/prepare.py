@@ -13,7 +13,7 @@ import xxhash
 
 from ucp.contract.plugins import names, producer
 from ucp.contract.protocols import Engine, Observer, Target
-from ucp.contract.registry import add_call_notes, target
+from ucp.contract.registry import add_call_notes, has_data_parallel_rules, target
 from ucp.contract.registry import engine as registered_engine
 from ucp.contract.sidecars import select_sidecars
 from ucp.conversion.options import OPTIONS, ConvertOptions
@@ -148,7 +148,8 @@ def prepare(
     chosen = target(options.to)
     _check_target(chosen, options)
     by_name = bool(options.naming.style or chosen.names)
-    read = read_with_options if by_name or chosen.takes_family(options.topology) else index_of
+    takes_rules = chosen.takes_family(options.topology) or has_data_parallel_rules(options.source.patterns)
+    read = read_with_options if by_name or takes_rules else index_of
     full = detect_first_step(read(src, source=options.source))
     index = select(full, options.selection)
     check_doubts(index, options.accept)

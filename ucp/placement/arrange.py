@@ -11,7 +11,7 @@ All are pure, and of one layer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fractions import Fraction
 from heapq import heapify, heappop, heappush, heapreplace
 
@@ -129,10 +129,17 @@ def pack_replicas(
     ]
 
 
-def balance_nodes(slots: Sequence[Sequence[int]], loads: Sequence[float]) -> list[list[int]]:
+def balance_nodes(
+    slots: Sequence[Sequence[int]],
+    loads: Sequence[float],
+    *,
+    present: Sequence[Collection[int]] = (),
+    limit: float = 0.0,
+) -> list[list[int]]:
     """The placement with experts exchanged so that nodes get about as many tokens each; survival stays what it is.
 
-    `slots`: experts on each node. Experts exchange all of their slots with others of as many replicas.
+    `slots`: experts on each node. Experts exchange all of their slots with others of as many replicas. `present`:
+    experts that each node has now; they stay where nodes get at most `limit` tokens.
     """
     places: dict[int, Counter[int]] = {}
     for node, experts in enumerate(slots):
@@ -144,10 +151,25 @@ def balance_nodes(slots: Sequence[Sequence[int]], loads: Sequence[float]) -> lis
     tokens = [0.0] * len(slots)
     balanced: list[list[int]] = [[] for _ in slots]
     shares = {expert: loads[expert] / place.total() for expert, place in places.items()}
-    for expert in sorted(places, key=lambda expert: (-shares[expert], expert)):
+
+    def lacking(expert: int, place: tuple[tuple[int, int], ...]) -> int:
+        return sum(expert not in present[node] for node, _ in place)
+
+    moving = dict.fromkeys(places, 0)
+    if present:
+        moving = {expert: min(lacking(expert, place) for place in free[places[expert].total()]) for expert in places}
+    for expert in sorted(places, key=lambda expert: (moving[expert], -shares[expert], expert)):
         candidates = free[places[expert].total()]
         share = shares[expert]
-        chosen = min(candidates, key=lambda place: max(tokens[node] + count * share for node, count in place))
+
+        def peak_of(place: tuple[tuple[int, int], ...]) -> float:
+            return max(tokens[node] + count * share for node, count in place)  # noqa: B023  # called at once
+
+        def cost_of(place: tuple[tuple[int, int], ...]) -> tuple[float, int, float]:
+            peak = peak_of(place)
+            return max(peak, limit), lacking(expert, place), peak  # noqa: B023
+
+        chosen = min(candidates, key=cost_of if present else peak_of)
         candidates[chosen] -= 1
         if not candidates[chosen]:
             del candidates[chosen]

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +18,8 @@ from ucp.core.text.page import Page, Report, facts, table
 from ucp.core.text.units import count_text, nbytes_text, seconds_text
 from ucp.errors import MissingLibraryError, UsageError, format_count
 from ucp.moe.layers import ExpertTensor, find_layers
-from ucp.placement.placement import Placement
+from ucp.placement.arrange import balance_nodes, deal_to_gpus
+from ucp.placement.placement import EMPTY, Placement
 
 Expert = tuple[int, int]
 """Number of a layer, and of an expert in it."""
@@ -108,8 +110,13 @@ def plan_migration(
     lost: Collection[int],
     nbytes_per_expert: Mapping[int, int] | None = None,
     bandwidth: float | None = None,
+    tolerance: float | None = None,
 ) -> Migration:
-    """How to get from a placement to another one, without the nodes `lost`. Raises UsageError, MissingLibraryError."""
+    """How to get from a placement to another one, without the nodes `lost`. Raises UsageError, MissingLibraryError.
+
+    `tolerance`: experts may exchange their slots, so that fewer move, if the busiest GPU gets at most this share more
+    tokens and survival stays what it is; None: they keep them.
+    """
     absent = sorted(set(lost) - set(range(before.cluster.nodes)))
     if absent:
         raise UsageError(f"expected lost nodes of 0 to {before.cluster.nodes - 1}; got {', '.join(map(str, absent))}")
@@ -126,18 +133,44 @@ def plan_migration(
         for layer in after.layers
     }
     nodes = tuple(survivors[node_of[node]] if node in node_of else None for node in order)
+    placed = replace(after, layers=layers)
+    if tolerance is not None:
+        placed = _exchange(placed, [present[node_of[n]] if n in node_of else frozenset() for n in order], tolerance)
     sizes = dict(nbytes_per_expert or {})
     owners: dict[Expert, list[int]] = {}
     for survivor, experts in zip(survivors, present, strict=True):
         for expert in experts:
             owners.setdefault(expert, []).append(survivor)
     return Migration(
-        placement=replace(after, layers=layers),
+        placement=placed,
         nodes=nodes,
-        transfers=tuple(_deal([wanted[node] for node in order], nodes, owners, sizes)),
+        transfers=tuple(_deal([_experts_on(placed, node) for node in range(len(order))], nodes, owners, sizes)),
         nbytes_per_expert=sizes,
         bandwidth=bandwidth,
     )
+
+
+def _exchange(placement: Placement, present: Sequence[frozenset[Expert]], tolerance: float) -> Placement:
+    """The placement with experts of as many replicas exchanged, where fewer move then. `present`: by node."""
+    layers, cluster = dict(placement.layers), placement.cluster
+    for layer, slots in placement.layers.items():
+        balance = placement.balance(layer)
+        if balance is None or EMPTY in slots:
+            continue
+        loads, counts = placement.loads[layer], Counter(slots)
+        shares = [loads[expert] / counts[expert] for expert in range(len(loads))]
+        by_node = [placement.experts_of(layer=layer, node=node) for node in range(cluster.nodes)]
+        here = [{expert for number, expert in experts if number == layer} for experts in present]
+        limit = (1 + tolerance) * max(sum(shares[expert] for expert in experts) for experts in by_node)
+        exchanged = balance_nodes(by_node, loads, present=here, limit=limit)
+        tried: list[int] = []
+        for experts in exchanged:
+            tried += deal_to_gpus(experts, shares, gpus=cluster.gpus, slots=cluster.slots)
+        other = replace(placement, layers={layer: tuple(tried)})
+        moved = [sum(len({*e} - h) for e, h in zip(nodes, here, strict=True)) for nodes in (by_node, exchanged)]
+        if moved[1] < moved[0] and (other.balance(layer) or 0.0) <= (1 + tolerance) * balance:
+            layers[layer] = tuple(tried)
+    return replace(placement, layers=layers)
 
 
 def measure_experts(index: Index) -> dict[int, int]:

@@ -8,8 +8,12 @@ MoC-System): newer experts than the chain has, and more of them.
 from __future__ import annotations
 
 import copy
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -18,6 +22,7 @@ import xxhash
 from ucp.conversion.option import TopologyLike, path_parser, type_path
 from ucp.core.index import AtomIndex, Extra, Fragment, Index, ParamGroup
 from ucp.core.layout import PlacedBox
+from ucp.core.region import Box
 from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.errors import StaleError, format_count
 from ucp.io.folder import parse_path
@@ -32,7 +37,7 @@ from ucp.live.run.request import parse_mesh
 from ucp.moe.layers import find_layers
 from ucp.saving.commit import make_index, merge_facts
 from ucp.saving.describe import describe_parts, name_extras
-from ucp.saving.holdings import Holding, RankFacts, collect_holdings, copy_to_host, to_bytes
+from ucp.saving.holdings import Holding, RankFacts, StateFacts, collect_holdings, copy_to_host, to_bytes
 from ucp.saving.job import SaveJob
 from ucp.saving.plan import SaveItem
 
@@ -71,15 +76,17 @@ class Snapshots:
     """Number of the next save."""
     last: dict[str, int] = field(default_factory=dict)
     """Parameter to the step of the last save that writes it."""
-    _kept: list[Snapshot] = field(default_factory=list)
+    _snapshots: list[Snapshot] = field(default_factory=list)
     """Oldest first."""
     _offered: dict[int, tuple[Holding, PlacedBox]] = field(default_factory=dict)
     """Offset to the box there, of the snapshot that the ranks load."""
+    _offsets: list[int] = field(default_factory=list)
+    """Its keys, in increasing order."""
 
     @property
     def step(self) -> int | None:
         """Training step of what is in memory; None if nothing is."""
-        return self._kept[-1].step if self._kept else None
+        return self._snapshots[-1].step if self._snapshots else None
 
     def take(
         self,
@@ -109,10 +116,11 @@ class Snapshots:
         run = describe_parts(live, path, None, placement)
         holdings = run_together(ranks, lambda: collect_holdings(run, list_modules(model)))
         named = run_together(ranks, lambda: name_extras(scheduler, scaler, run.state().extras))
-        self._kept = [kept for kept in self._kept if kept.step is None or kept.step < step]
-        oldest = self._kept.pop(0) if len(self._kept) > 1 else None
+        self._offered = {}
+        self._snapshots = [snapshot for snapshot in self._snapshots if snapshot.step is None or snapshot.step < step]
+        oldest = self._snapshots.pop(0) if len(self._snapshots) > 1 else None
         earlier = None if oldest is None or oldest.is_shared else oldest.tensors
-        self._kept.append(
+        self._snapshots.append(
             Snapshot(
                 step=step,
                 facts=holdings.facts(),
@@ -130,27 +138,33 @@ class Snapshots:
     def keep(self, job: SaveJob, written: Collection[str]) -> None:
         """Keep the share of a save in place of the last one. `written`: parameters that are written, too."""
         facts = RankFacts(atoms=job.run.atoms, groups=job.run.groups, items=tuple(job.tensors))
-        self._kept = [Snapshot(step=job.run.step, facts=facts, tensors=job.tensors, is_shared=True)]
+        self._snapshots = [Snapshot(step=job.run.step, facts=facts, tensors=job.tensors, is_shared=True)]
         self.turn += 1
         if job.run.step is not None:
             self.last = {**self.last, **dict.fromkeys(written, job.run.step)}
 
-    def read(self, offset: int) -> bytes:
-        """The elements of the box at `offset`, in row-major order."""
-        holding, placed = self._offered[offset]
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Elements of a box in row-major order: all that begin at `offset`, or some rows."""
+        start = self._offsets[bisect_right(self._offsets, offset) - 1]
+        holding, placed = self._offered[start]
         assert holding.tensor is not None
-        elements = holding.tensor.reshape(-1)
-        first = elements.storage_offset() + placed.offset
-        return to_bytes(elements.as_strided(placed.box.sizes, placed.strides, first)).tobytes()
+        elements, sizes = holding.tensor.reshape(-1), placed.box.sizes
+        box = elements.as_strided(sizes, placed.strides, elements.storage_offset() + placed.offset)
+        if nbytes < box.nbytes:
+            width = box.nbytes // sizes[0]
+            box = box[(offset - start) // width : (offset - start + nbytes) // width]
+        return to_bytes(box).tobytes()
 
     def overlay(self, index: Index, ranks: Ranks, *, exact: bool) -> Index:
         """`index`, with what ranks have in memory: all of one step, or, if they lack dense parts, newer experts.
 
         Collective. Raises StaleError if `exact` and parts are of different steps.
         """
-        step = _choose_step(ranks.share([kept.step for kept in self._kept if kept.step is not None]))
-        snapshot = next((kept for kept in reversed(self._kept) if step is not None and kept.step == step), None)
+        step = _choose_step(ranks.share([snapshot.step for snapshot in self._snapshots if snapshot.step is not None]))
+        snapshots = [snapshot for snapshot in self._snapshots if step is not None and snapshot.step == step]
+        snapshot = snapshots[-1] if snapshots else None
         self._offered = {} if snapshot is None else dict(_list_boxes(snapshot))
+        self._offsets = list(self._offered)
         offers = ranks.share(None if snapshot is None else (snapshot.facts, snapshot.extras))
         of_ranks = {rank: offer[0] for rank, offer in enumerate(offers) if offer is not None}
         if not of_ranks:
@@ -159,11 +173,13 @@ class Snapshots:
         run = merge_facts(facts, topology=index.topology, step=step, origin=index.origin)
         recovered = make_index(Path(index.path), run, _list_fragments(of_ranks))
         atoms = {name: atom for name, atom in recovered.atoms.items() if _is_whole(atom)}
-        expert_names = _find_experts(recovered)
-        if atoms.keys() | expert_names != recovered.atoms.keys() | expert_names:
+        expert_names = _find_experts(recovered) | _find_experts(index)
+        is_named_alike = bool(index.atoms.keys() & recovered.atoms.keys())
+        older = index.atoms.keys() - atoms.keys() - recovered.aliases.keys() if is_named_alike else set[str]()
+        if (recovered.atoms.keys() - atoms.keys() | older) - expert_names:
             return _add_newer_experts(index, atoms, expert_names, step, exact=exact)
         extras = next(offer[1] for offer in offers if offer is not None)
-        return _complete(index, replace(recovered, atoms=atoms, extras=extras), exact=exact)
+        return _complete(index, replace(recovered, atoms=atoms, extras=extras), older, exact=exact)
 
 
 def _choose_step(steps: Sequence[Sequence[int]]) -> int | None:
@@ -184,19 +200,43 @@ def _list_boxes(snapshot: Snapshot) -> Iterator[tuple[int, tuple[Holding, Placed
 
 def _list_fragments(of_ranks: Mapping[int, RankFacts]) -> dict[tuple[str, str], list[Fragment]]:
     """(Parameter, state) to its boxes in the memory of ranks; equal ones are replicas."""
-    fragments: dict[tuple[str, str], list[Fragment]] = {}
+    copies: dict[tuple[str, str], list[tuple[Box, int, int]]] = {}
+    states: dict[tuple[str, str], StateFacts] = {}
     for rank, facts in of_ranks.items():
         offset = 0
         for item in facts.items:
-            dtype = facts.atoms[item.param].states[item.state].dtype
-            boxes = fragments.setdefault((item.param, item.state), [])
+            key = item.param, item.state
+            states[key] = facts.atoms[item.param].states[item.state]
             for box in item.boxes:
-                strides = contiguous_strides(box.sizes)
-                ref = TensorRef(path=memory_path(rank), offset=offset, dtype=dtype, shape=box.sizes, strides=strides)
-                replica = sum(fragment.box == box for fragment in boxes)
-                boxes.append(Fragment(box=box, ref=ref, replica=replica))
-                offset += ref.nbytes
+                copies.setdefault(key, []).append((box, rank, offset))
+                offset += box.numel * states[key].dtype.itemsize
+    fragments: dict[tuple[str, str], list[Fragment]] = {}
+    for key, state in states.items():
+        counts: Counter[Box] = Counter()
+        for box, rank, offset in _cut_rows(copies[key], state):
+            strides = contiguous_strides(box.sizes)
+            ref = TensorRef(path=memory_path(rank), offset=offset, dtype=state.dtype, shape=box.sizes, strides=strides)
+            fragments.setdefault(key, []).append(Fragment(box=box, ref=ref, replica=counts[box]))
+            counts[box] += 1
     return fragments
+
+
+def _cut_rows(copies: list[tuple[Box, int, int]], state: StateFacts) -> Iterator[tuple[Box, int, int]]:
+    """Copies of boxes (box, rank, offset), of which some overlap in part, as boxes that are equal or do not overlap.
+
+    They are cut at all first and last rows: ranks may have different experts that are adjacent rows of one tensor.
+    """
+    distinct = {box for box, _, _ in copies}
+    if sum(box.numel for box in distinct) <= prod(state.shape):
+        yield from copies
+        return
+    cuts = sorted({row for box in distinct for row in (box.offsets[0], box.stops[0])})
+    for box, rank, offset in copies:
+        rows = [row for row in cuts if box.offsets[0] <= row <= box.stops[0]]
+        width = box.numel // box.sizes[0] * state.dtype.itemsize
+        for low, high in pairwise(rows):
+            part = Box((low, *box.offsets[1:]), (high - low, *box.sizes[1:]))
+            yield part, rank, offset + (low - box.offsets[0]) * width
 
 
 def _is_whole(atom: AtomIndex) -> bool:
@@ -213,10 +253,9 @@ def _find_experts(index: Index) -> frozenset[str]:
     return frozenset(t.param for layer in layers for tensors in layer.experts.values() for t in tensors.values())
 
 
-def _complete(index: Index, recovered: Index, *, exact: bool) -> Index:
-    """`recovered`, which has all but some experts, with those of `index`."""
-    is_named_alike = bool(index.atoms.keys() & recovered.atoms.keys())
-    older = {name: atom for name, atom in index.atoms.items() if is_named_alike and name not in recovered.atoms}
+def _complete(index: Index, recovered: Index, names: Collection[str], *, exact: bool) -> Index:
+    """`recovered`, which has all but some experts, with the parameters `names` of `index`."""
+    older = {name: atom for name, atom in index.atoms.items() if name in names}
     notes = [f"from memory: {format_count(len(recovered.atoms), 'tensor')}, of iteration {recovered.step}"]
     if older:
         notes[0] += (

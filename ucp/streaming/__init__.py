@@ -2,6 +2,7 @@
 
 1. `stream` decides what is read into which parameter, as `load_into` does, and sets hooks on the layers;
 2. `ring` keeps K layers in memory, and reads the next one as soon as a layer is done;
-3. `experts` reads the experts that the router chose, and keeps the busy ones in a `cache`;
-4. `reader` reads parameters into a buffer.
+3. `share` decides which rank reads which part of a layer, if several hold the same;
+4. `experts` reads the experts that the router chose, and keeps the busy ones in a `cache`;
+5. `reader` reads parameters into a buffer.
 """

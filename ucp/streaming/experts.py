@@ -26,21 +26,38 @@ ExpertKey: TypeAlias = tuple[str, int]
 """Path of the module that has the experts, and number of the expert."""
 
 
+_FreeBuffer: TypeAlias = "tuple[torch.Tensor, torch.cuda.Event | None]"
+"""A buffer, and on a GPU the event at which it was copied."""
+
+
 class Expert:
     """An expert in memory, or on its way."""
 
     def __init__(
-        self, buffer: torch.Tensor, tensors: Mapping[str, torch.Tensor], reads: Sequence[Future[int]], *, kept: bool
+        self,
+        buffer: torch.Tensor,
+        tensors: Mapping[str, torch.Tensor],
+        reads: Sequence[Future[int]],
+        *,
+        kept: bool,
+        device: torch.device,
     ) -> None:
         """`kept`: whether it stays in the cache; else its buffer is for the next one as soon as it was used."""
         self.buffer, self.kept = buffer, kept
-        self._tensors, self._reads = tensors, reads
+        self.copied: torch.cuda.Event | None = None
+        """On a GPU, the event at which the buffer is copied to it."""
+        self._tensors, self._reads, self._device = tensors, reads, device
 
     def wait(self) -> None:
-        """Wait until it is read. Raises SourceError."""
+        """Wait until it is read; begin to copy it to a GPU. Raises SourceError."""
+        import torch
+
         for read in self._reads:
             read.result()
         self._reads = ()
+        if self._device.type == "cuda" and self.copied is None:
+            self._tensors = {name: t.to(self._device, non_blocking=True) for name, t in self._tensors.items()}
+            self.copied = torch.cuda.current_stream(self._device).record_event()
 
     def tensor(self, name: str) -> torch.Tensor:
         """A parameter of it, once it is read. Raises SourceError."""
@@ -69,7 +86,8 @@ class ExpertStore:
         buffers = [torch.empty(self.expert_nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
         passing = max(1, min(_MOST_PASSING, count // 3))
         self.num_buffers = count
-        self._passing, self._free = buffers[:passing], buffers[passing:]
+        self._passing: list[_FreeBuffer] = [(buffer, None) for buffer in buffers[:passing]]
+        self._free: list[_FreeBuffer] = [(buffer, None) for buffer in buffers[passing:]]
         self.cache: Cache[ExpertKey, Expert] = Cache(len(self._free), self._read, history=True, release=self._release)
 
     def __iter__(self) -> Iterator[ExpertKey]:
@@ -88,11 +106,13 @@ class ExpertStore:
         """Take back the buffer of an expert that was used, unless the cache keeps it."""
         if not expert.kept:
             expert.wait()
-            self._passing.append(expert.buffer)
+            self._passing.append((expert.buffer, expert.copied))
 
     def _read(self, key: ExpertKey, kept: bool) -> Expert:  # noqa: FBT001  # the protocol of the cache
-        buffer = take_unused(self._free.pop() if kept else self._passing.pop())
-        pinned = self._device.type == "cuda"
+        buffer, copied = (self._free if kept else self._passing).pop(0)
+        if copied is not None:
+            copied.synchronize()  # or reads would overwrite what is still being copied
+        buffer = take_unused(buffer)
         tensors, ranges, position = {}, [], 0
         for param, row in self._params[key]:
             shape = param.shape if row is None else param.shape[1:]
@@ -102,15 +122,11 @@ class ExpertStore:
             tensors[param.item.name] = param.view(buffer, position, shape)
             position += pad(_row_nbytes(param, row))
         reads = self._reader.start(ranges, buffer)
-        if not pinned:
-            return Expert(buffer, tensors, reads, kept=kept)
-        for read in reads:
-            read.result()
-        return Expert(buffer, {name: t.to(self._device) for name, t in tensors.items()}, (), kept=kept)
+        return Expert(buffer, tensors, reads, kept=kept, device=self._device)
 
     def _release(self, expert: Expert) -> None:
         expert.wait()
-        self._free.append(expert.buffer)
+        self._free.append((expert.buffer, expert.copied))
 
 
 def _row_nbytes(param: StreamedParam, row: int | None) -> int:

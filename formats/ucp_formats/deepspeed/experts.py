@@ -23,7 +23,8 @@ from itertools import groupby, islice, zip_longest
 
 from ucp.contract.plugins import pattern
 from ucp.contract.ranks import Problems
-from ucp.core.layout import AxisLayout
+from ucp.contract.registry import BY_RULE
+from ucp.core.layout import AxisLayout, Pattern
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.pickle.fields import Shape, text
@@ -135,9 +136,13 @@ class ExpertGroups:
     per_rank: Mapping[str, int]
     """Name prefix of a layer's experts to the number of experts that a rank holds."""
     degrees: tuple[int, ...]
-    """Expert-parallel ranks of each optimizer group; 1 for a group of other parameters."""
+    """Ranks with different parts of each optimizer group: expert-parallel ones, or all; 1 for other parameters."""
+    is_cut: tuple[bool, ...]
+    """Whether each optimizer group has parameters with `cuts`."""
     stacks: ExpertStacks
     """Parameters with the experts of a rank along dim 0."""
+    cuts: Mapping[str, Pattern]
+    """Parameters of which every data-parallel rank trains a part, by the user's rules."""
 
     @classmethod
     def of(cls, run: SavedRun, groups: Sequence[Iterable[str]]) -> ExpertGroups:
@@ -145,21 +150,34 @@ class ExpertGroups:
         per_rank = ExpertNumbers.of(name for group in groups for name in group).counts
         stacks, degrees = run.model.stacks, []
         for at, group in enumerate(groups):
-            stacked = [name in stacks.counts for name in group]
-            if any(stacked) and stacks.ep > 1 and not all(stacked):
+            stacked, cuts = [name in stacks.counts for name in group], [run.cuts.get(name) for name in group]
+            if (any(stacked) and stacks.ep > 1 and not all(stacked)) or len({*cuts}) > 1:
+                what = "parameters with one rule for dp" if any(cuts) else "stacked experts"
+                raise UnsupportedError(f"expected group {at} of {run.folder} to have {what} or others; it has both")
+            if any(cuts) and (degree := _expert_degree(run, at)) != run.ranks:
                 raise UnsupportedError(
-                    f"expected group {at} of {run.folder} to have stacked experts or other parameters; it has both"
+                    f"expected a part of {', '.join(group)} on each of {run.ranks} data-parallel ranks, by the rule "
+                    f"for dp; got {degree} parts, by partition_count in {run.folder}"
                 )
-            degrees.append(stacks.ep if any(stacked) else _expert_degree(run, at) if any(map(is_expert, group)) else 1)
+            is_expert_group = any(cuts) or any(map(is_expert, group))
+            degrees.append(stacks.ep if any(stacked) else _expert_degree(run, at) if is_expert_group else 1)
         if run.ranks % stacks.ep:
             raise MalformedError(f"expected ep_size in {run.folder} to divide {run.ranks} ranks; got {stacks.ep}")
         contiguous = run.config.groups_experts
-        return cls(ranks=run.ranks, contiguous=contiguous, per_rank=per_rank, degrees=tuple(degrees), stacks=stacks)
+        return cls(
+            ranks=run.ranks,
+            contiguous=contiguous,
+            per_rank=per_rank,
+            degrees=tuple(degrees),
+            is_cut=tuple(not run.cuts.keys().isdisjoint(group) for group in groups),
+            stacks=stacks,
+            cuts={name: run.cuts[name] for group in groups for name in group if name in run.cuts},
+        )
 
     @property
     def ep(self) -> int:
-        """Expert-parallel degree of the run: the largest of all groups."""
-        return max(self.degrees, default=1)
+        """Expert-parallel degree of the run: the largest of all groups of experts."""
+        return max((degree for degree, cut in zip(self.degrees, self.is_cut, strict=True) if not cut), default=1)
 
     def global_name(self, name: str, rank: int) -> str:
         """Global name of a parameter of expert-parallel rank `rank`."""
@@ -175,20 +193,29 @@ class ExpertGroups:
         degree = self.degrees[number]
         if degree == 1:
             return group
-        stacked = {
-            name: (self.stacks.counts[name], *shape[1:])
-            for name, shape in group.shapes.items()
-            if name in self.stacks.counts
-        }
-        unique = (AxisLayout("ep", degree, pattern("unique", owner=ep_rank), "partition_count"),)
+        counts = self.stacks.counts
+        parts = {n: (counts[n], *shape[1:]) for n, shape in group.shapes.items() if n in counts}
+        parts |= {n: self._global_shape(n, shape) for n, shape in group.shapes.items() if n in self.cuts}
+        unique = AxisLayout("ep", degree, pattern("unique", owner=ep_rank), "partition_count")
+        axes = {name: self._axis(name) or unique for name in group.shapes}
         return replace(
             group,
-            label=f"{group.label} of expert-parallel rank {ep_rank}",
-            names={} if stacked else {name: self.global_name(name, ep_rank) for name in group.shapes},
-            global_shapes=stacked,
-            coords={"ep": ep_rank},
-            axes={name: (self.stacks.axis(name),) if stacked else unique for name in group.shapes},
+            label=f"{group.label} of {'data' if self.is_cut[number] else 'expert'}-parallel rank {ep_rank}",
+            names={} if parts else {name: self.global_name(name, ep_rank) for name in group.shapes},
+            global_shapes=parts,
+            coords={axis.axis: ep_rank for axis in axes.values()},
+            axes={name: (axis,) for name, axis in axes.items()},
         )
+
+    def _axis(self, name: str) -> AxisLayout | None:
+        if name in self.cuts:
+            return AxisLayout("dp", self.ranks, self.cuts[name], BY_RULE)
+        return self.stacks.axis(name) if name in self.stacks.counts else None
+
+    def _global_shape(self, name: str, shape: Shape) -> Shape:
+        if name in self.cuts:
+            return self.cuts[name].whole_shape([shape] * self.ranks)
+        return self.stacks.global_shape(name, shape)
 
     def local_shapes(self, shapes: Mapping[str, Shape], ep_rank: int) -> dict[str, Shape]:
         """Shapes of a group on an expert-parallel rank; `shapes`: on rank 0, as `param_shapes` has them."""
@@ -197,7 +224,7 @@ class ExpertGroups:
     def global_shapes(self, groups: Sequence[Mapping[str, Shape]]) -> dict[str, Shape]:
         """Shapes of all parameters by their global names."""
         return {
-            self.global_name(name, rank): self.stacks.global_shape(name, shape)
+            self.global_name(name, rank): self._global_shape(name, shape)
             for shapes, degree in zip(groups, self.degrees, strict=True)
             for rank in range(degree)
             for name, shape in shapes.items()

@@ -39,3 +39,18 @@ def test_a_third_of_the_memory_is_enough(model: str, python: str, tmp_path: Path
     told = json.loads(streamed.stdout.splitlines()[-1])
     assert told["resident"] < told["size"] / 3
     assert told["hits"] > 0
+
+
+@pytest.mark.parametrize(("model", "count"), [("llama", 2), ("llama", 4), ("qwen3", 2)])
+def test_ranks_read_a_part_each(model: str, count: int, python: str, tmp_path: Path) -> None:
+    assert run(python, WORKER, "make", model, tmp_path).returncode == 0
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count)
+    result = run(python, *launcher, WORKER, "ranks", tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
+    read = json.loads(next(line for line in result.stdout.splitlines() if line.startswith("{")))
+    if model == "llama":  # 2 layers ahead, and 12 in each pass: 3 of logits, and one for each token that is generated
+        total = read["layers"] * (2 + (3 + 20) * 12) / 12
+        assert [rank["never"] for rank in read["ranks"]] == [total] * count
+        assert all(abs(rank["always"] - total / count) < total / 1000 for rank in read["ranks"])
+    else:
+        assert all(rank["always"] < rank["never"] for rank in read["ranks"])

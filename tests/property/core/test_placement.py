@@ -347,3 +347,31 @@ def test_loads_of_engines_and_checkpoints(tmp_path: Path) -> None:
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises((UsageError, MalformedError)):
             read_loads(tmp_path / "bad.json")
+
+
+@settings(max_examples=60, deadline=None)
+@given(placements(), st.data(), st.sampled_from([0.0, 0.05, 0.5]))
+def test_exchanged_experts_move_less_and_survive_as_well(
+    before: Placement, data: st.DataObject, tolerance: float
+) -> None:
+    loads = {n: data.draw(st.permutations(tokens)) for n, tokens in before.loads.items()}
+    cluster = Cluster(nodes=before.cluster.nodes, gpus=before.cluster.gpus, slots=before.cluster.slots + 1)
+    after = place(loads, cluster, threshold=1)
+    fixed = plan_migration(before, after, lost=set())
+    exchanged = plan_migration(before, after, lost=set(), tolerance=tolerance)
+    assert len(exchanged.transfers) <= len(fixed.transfers)
+    for layer in loads:
+        assert exchanged.placement.survival(layer) == pytest.approx(after.survival(layer))
+        assert (exchanged.placement.balance(layer) or 0) <= (1 + tolerance) * (after.balance(layer) or 0) * (1 + 1e-9)
+        assert sorted(exchanged.placement.layers[layer]) == sorted(after.layers[layer])
+    assert exchanged.placement.survival() == pytest.approx(after.survival())
+
+
+def test_equal_experts_stay_where_they_are() -> None:
+    """Of equal loads any order is as balanced: with a tolerance nothing moves, although the plan has another order."""
+    cluster = Cluster(nodes=4, slots=2)
+    loads = {0: (1.0,) * 8, 1: (1.0,) * 8}
+    before = Placement(cluster=cluster, layers={0: (0, 5, 1, 4, 2, 7, 3, 6), 1: (0, 1, 7, 2, 3, 4, 5, 6)})
+    after = Placement(cluster=cluster, layers={0: tuple(range(8)), 1: tuple(range(8))}, loads=loads)
+    assert plan_migration(before, after, lost=set()).transfers
+    assert plan_migration(before, after, lost=set(), tolerance=0.0).transfers == ()

@@ -12,17 +12,20 @@ Modules that only some runs need (model parallelism, no ZeRO) are imported when 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from ucp.contract.locating import Located
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.ranks import Checksums
+from ucp.contract.registry import data_parallel_cuts
 from ucp.core.index import WEIGHT, AtomIndex, Index, Kind
 from ucp.core.layout import Layout
 from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.core.union import ShardedTensor, StateSource, Union
-from ucp.errors import MalformedError, format_list
+from ucp.errors import MalformedError, UnsupportedError, format_list
 from ucp_formats.deepspeed.config import Precision, RunConfig
+from ucp_formats.deepspeed.experts import ExpertGroups
 from ucp_formats.deepspeed.extras import join_extras, model_extras
 from ucp_formats.deepspeed.names import UNIVERSAL, TagFolder, list_folder
 from ucp_formats.deepspeed.read.files import SavedFile, refuse_idle_options, refuse_names, source_files
@@ -46,7 +49,9 @@ def read_native(
     refuse_names(folder)
     grid = read_grid(folder)
     checksums = Checksums(record for file in grid.files for record in file.records)
-    refuse_idle_options(options, grid.tp, str(folder.path))
+    grid = _find_cuts(grid, options)
+    if not grid.first.cuts:
+        refuse_idle_options(options, grid.tp, str(folder.path))
     if len(grid.runs) == 1 and not grid.layers and not grid.experts and not grid.first.model.stacks.counts:
         merged = _read_plain(grid, checksums, group_names)
     else:
@@ -57,7 +62,7 @@ def read_native(
     if (configured := run.config.zero_stage) not in (None, run.stage):
         stages = f"configured with ZeRO stage {configured}, but saved in the layout of stage {run.stage}"
         module.notes.insert(0, f"{stages}, which is used")
-    by_family = grid.tp > 1 and "universal_checkpoint_info" not in run.model.file.root
+    by_family = run.cuts or (grid.tp > 1 and "universal_checkpoint_info" not in run.model.file.root)
     return Index(
         path=str(folder.path),
         format=name,
@@ -81,6 +86,21 @@ def read_native(
     )
 
 
+def _find_cuts(grid: SavedGrid, options: SourceOptions) -> SavedGrid:
+    """The grid with the parameters of which every data-parallel rank trains a part, by the user's rules."""
+    run = grid.first
+    names = run.model.trained or (run.model.module.tensors if run.model.module is not None else {})
+    cuts = data_parallel_cuts(names, options.patterns) if run.ranks > 1 else {}
+    if cuts and (run.stage not in (1, 2) or len(grid.runs) > 1):
+        raise UnsupportedError(
+            f"expected ZeRO stage 1 or 2 and no tensor or pipeline parallelism for {', '.join(cuts)}, of which every "
+            f"data-parallel rank has a part, by its rule for dp; {run.folder} is of stage {run.stage}. DeepSpeed saves "
+            "the module of rank 0 alone, so that only optimizer files have the parts of other ranks; with ZeRO 3 it "
+            "cannot train such parameters"
+        )
+    return replace(grid, runs={mp: replace(run, cuts=cuts) for mp, run in grid.runs.items()}) if cuts else grid
+
+
 def _mesh(grid: SavedGrid, ep: int) -> Mesh:
     """The axes of a run."""
     stage = grid.first.stage
@@ -97,7 +117,8 @@ def _read_plain(grid: SavedGrid, checksums: Checksums, group_names: Sequence[Seq
         module, optimizer = read_unsharded(run.model, checksums, group_names)
     else:
         run = with_shapes(run, {})
-        module = read_module(run.models, run.model.trained, checksums, sharded=run.stage == 3)
+        trained = ExpertGroups.of(run, run.model.groups).global_shapes(run.model.groups)
+        module = read_module(run.models, trained, checksums, sharded=run.stage == 3, cut=run.cuts)
         optimizer = read_sharded(run, checksums)
     optimizer.extras[:0] = model_extras(run.models, checksums)
     return MergedRanks.from_rank(module, optimizer, _mesh(grid, max(1, len(grid.expert_optimizers))))

@@ -227,12 +227,17 @@ def module_of(model: ModelStates) -> SavedModule:
 
 
 def read_module(
-    models: Mapping[int, ModelStates], trained: Mapping[str, Shape] | None, checksums: Checksums, *, sharded: bool
+    models: Mapping[int, ModelStates],
+    trained: Mapping[str, Shape] | None,
+    checksums: Checksums,
+    *,
+    sharded: bool,
+    cut: Container[str] = (),
 ) -> ModulePart:
     """The module of one model-parallel rank; `models`: rank to model-states file, `sharded`: whether ZeRO-3 split it.
 
     `trained`: shapes of the optimizer's parameters; None while they are unknown, so that every parameter counts as
-    frozen.
+    frozen. `cut`: parameters of which the module has the part of data-parallel rank 0 alone.
     """
     part = ModulePart()
     model = models[0]
@@ -248,7 +253,7 @@ def read_module(
     if sharded:
         _add_sharded(models, trained or {}, checksums, part)
     else:
-        _add_unsharded(model, trained or {}, part)
+        _add_unsharded(model, trained or {}, part, cut)
     # stages 2 and 3 record frozen parameters unless the run excludes them
     if model.config.zero_stage in (2, 3) and model.file.root.get("frozen_param_shapes", "absent") is None:
         part.notes.append(
@@ -265,7 +270,7 @@ def add_stacks(part: ModulePart, stacks: Mapping[str, ShardedTensor], trained: C
         part.entries[name] = ModuleEntry(kind=kind, shape=tensor.shape, dtype=tensor.dtype, tensor=tensor)
 
 
-def _add_unsharded(model: ModelStates, trained: Mapping[str, Shape], part: ModulePart) -> None:
+def _add_unsharded(model: ModelStates, trained: Mapping[str, Shape], part: ModulePart, cut: Container[str]) -> None:
     """Add the tensors of stages 0 to 2."""
     tensors = module_of(model).tensors
     _find_ties(tensors, model.shared, trained, part)
@@ -278,6 +283,9 @@ def _add_unsharded(model: ModelStates, trained: Mapping[str, Shape], part: Modul
         if name in part.aliases:
             continue
         kind = Kind.PARAMETER if name in trained else Kind.BUFFER if name in buffers else Kind.FROZEN
+        if name in cut:  # the optimizer files of all ranks have the masters
+            part.entries[name] = ModuleEntry(kind=kind, shape=trained[name], dtype=ref.dtype, tensor=None)
+            continue
         if trained.get(name, ref.shape) != ref.shape:
             raise MalformedError(
                 f"expected {name} with shape {list(trained[name])}, as in param_shapes, in module of "

@@ -15,10 +15,11 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from ucp.contract.ranks import Problems
+from ucp.core.layout import Pattern
 from ucp.errors import MalformedError, UnsupportedError, format_list
 from ucp_formats.deepspeed.config import Precision, RunConfig
 from ucp_formats.deepspeed.names import FileName, Role, TagFolder
@@ -29,10 +30,8 @@ from ucp_formats.deepspeed.read.stacks import LAYERS
 
 TIED = "tied_modules."
 """Start of the names of tied parameters of a pipeline."""
-_MOST_NAMED = 1000
-"""The most missing files that an error names: a damaged count of ranks can be huge."""
-_MOST_RANKS = 100
-"""The most model-parallel ranks without any file that an error names."""
+_MOST_NAMED, _MOST_RANKS = 1000, 100
+"""The most missing files that an error names, and the most ranks without any file: a damaged count can be huge."""
 _NUMBERED = re.compile(r"(\d+)\.(.+)")
 """Name of a parameter of a pipeline layer, for example 3.norm.weight."""
 
@@ -56,6 +55,8 @@ class SavedRun:
     """ZeRO stage."""
     notes: tuple[str, ...] = ()
     """Notes on files that are missing but not needed."""
+    cuts: Mapping[str, Pattern] = field(default_factory=dict)
+    """Parameters of which every data-parallel rank trains a part, by the user's rules."""
 
     @property
     def model(self) -> ModelStates:
@@ -105,9 +106,8 @@ class SavedRun:
     def recorded_numels(self) -> list[dict[str, int]]:
         """Elements of every parameter of each group, in the optimizer's order, summed over the mappings of all ranks.
 
-        `param_slice_mappings` is the only record of names where `param_shapes` is missing. That is so for
-        BF16_Optimizer without ZeRO, which pipelines use (`_common_checkpoint_state`, runtime/engine.py, 0.19.8), and
-        for experts up to 0.19.4, whose sums are over all expert-parallel ranks.
+        `param_slice_mappings` is the only record of names where `param_shapes` is missing: for BF16_Optimizer without
+        ZeRO, which pipelines use, and for experts up to 0.19.4, whose sums are over all expert-parallel ranks.
         """
         groups: list[dict[str, int]] = []
         for file in self.optimizers.values():

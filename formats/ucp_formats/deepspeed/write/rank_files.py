@@ -95,15 +95,17 @@ class RankFiles:
     def _select_experts(self, view: RunFacts, group: Group, rank: int) -> Group:
         """`group` with only those experts that expert-parallel rank `rank` holds; `view`: with its part of stacks."""
         owners = {atom.name: self.experts.owner(atom.name, self.ep) for atom in group.params}
-        experts = [name for name, owner in owners.items() if owner is not None]
-        if self.facts.stage and 0 < len(experts) < len(owners):
-            other = next(name for name, owner in owners.items() if owner is None)
+        kinds = {(owner is not None, self.facts.has_parts(name)): name for name, owner in owners.items()}
+        if self.facts.stage and len(kinds) > 1:
             raise UnsupportedError(
-                "expected parameter groups that hold either experts or other parameters, as DeepSpeed requires with "
-                f"ZeRO; {self.facts.index.path} has one with {experts[0]} and {other}. Write files for a run without "
-                "ZeRO (--topology with zero=0)"
+                "expected parameter groups that hold only experts, only parameters with a rule for dp, or only others: "
+                f"DeepSpeed requires that with ZeRO; {self.facts.index.path} has one with "
+                f"{' and '.join(kinds.values())}. Give them groups of their own in the run that saves; or write "
+                "experts for a run without ZeRO (--topology with zero=0)"
             )
         hyper = dict(group.hyper)
+        if any(self.facts.has_parts(name) for name in owners):
+            hyper |= {"moe": True, "name": f"ep_size_{self.facts.ranks}"}
         if self.experts.counts and hyper.get("moe") is True:
             hyper.setdefault("name", f"ep_size_{self.ep}")
         params = tuple(view.index.atoms[name] for name, owner in owners.items() if owner in (None, rank))
@@ -168,7 +170,7 @@ class RankFiles:
         yield draft.finish(model_state(draft, facts, 0, values))
         for rank in range(facts.ranks):
             view, on_rank = shares[rank]
-            draft = view.draft(self._path("optim", rank))
+            draft = view.draft(self._path("optim", rank), rank)
             yield draft.finish(self._optim(draft, shared_state(draft, view, on_rank, rank)))
 
     @property
@@ -185,14 +187,16 @@ class RankFiles:
             for group in groups:
                 selected = self._select_experts(view, group, ep_rank)
                 has_experts = any(self._is_expert(atom.name) for atom in selected.params)
-                buffer = GroupBuffer.of(view, selected, ranks=len(ranks) if has_experts else count)
+                has_parts = any(view.has_parts(atom.name) for atom in selected.params)
+                axis, holders = ("edp", 1) if has_parts else ("dp", len(ranks) if has_experts else count)
+                buffer = GroupBuffer.of(view, selected, ranks=holders, axis=axis)
                 local_names = {atom.name: self.experts.local_name(atom.name, self.ep) for atom in selected.params}
                 buffers.append((buffer, local_names, has_experts))
             for at, rank in enumerate(ranks):
                 shares[rank] = (
                     view,
                     [
-                        Share(buffer, at if has_experts else rank, local_names)
+                        Share(buffer, (at if has_experts else rank) % buffer.layout.ranks, local_names)
                         for buffer, local_names, has_experts in buffers
                     ],
                 )

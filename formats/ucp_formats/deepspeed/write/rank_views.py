@@ -13,7 +13,7 @@ from ucp.core.topology import Topology
 from ucp.errors import MissingStateError, TopologyError, UnsupportedError, format_list
 from ucp_formats.deepspeed.config import Precision
 from ucp_formats.deepspeed.experts import ExpertNumbers
-from ucp_formats.deepspeed.tp.layout import TensorLayout, shared_divisors
+from ucp_formats.deepspeed.tp.layout import shared_divisors
 from ucp_formats.deepspeed.write.pipeline.layers import is_pipeline as was_pipeline
 from ucp_formats.deepspeed.write.run import RunFacts, localize
 
@@ -31,7 +31,7 @@ def rank_views(
     groups. `uncut`: names of tensors that every tensor-parallel rank holds in full.
     """
     facts = replace(facts, tp=wanted.tp, pp=wanted.pp)
-    layouts: Mapping[str, TensorLayout] = {}
+    layouts = facts.cuts
     if wanted.tp > 1 and facts.rules is not None:
         split = (atom for name, atom in facts.index.atoms.items() if name not in uncut)
         shapes = {atom.name: (atom.global_shape, atom.kind is not Kind.BUFFER) for atom in split}

@@ -34,7 +34,7 @@ from ucp.transfer.probe import Prober
 from ucp_formats.deepspeed.config import Precision, RunConfig
 from ucp_formats.deepspeed.extras import CarriedExtras
 from ucp_formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, parse_name
-from ucp_formats.deepspeed.read.stacks import INFO, ExpertStacks
+from ucp_formats.deepspeed.read.stacks import EXPERT_PATTERNS, INFO, LAYERS, ExpertStacks
 from ucp_formats.deepspeed.tp.layout import TensorLayout
 from ucp_formats.deepspeed.tp.universal_info import UniversalCheckpointInfo, recorded_layouts
 
@@ -68,12 +68,13 @@ class AtomDraft(FileDraft):
         cuts: Mapping[str, TensorLayout] | None = None,
         coords: Mapping[str, int] | None = None,
         *,
+        axis: str = "tp",
         known_from: str = "",
     ) -> None:
         """`index`: the source, with the shapes that this file holds.
 
-        `cuts`: layouts of tensors that are split over tensor-parallel or expert-parallel ranks; `known_from`: where
-        these layouts come from. `coords`: the rank on these axes that the file is for.
+        `cuts`: layouts of tensors that are split over the ranks of an axis; `known_from`: where these layouts come
+        from. `coords`: the rank on these axes that the file is for.
         """
         super().__init__(path)
         self._index = index
@@ -132,7 +133,7 @@ class AtomDraft(FileDraft):
         return self.add_tensor(dtype, (numel,), parts)
 
     def _layout(self, param: str, *flat: AxisLayout) -> Layout:
-        """How a parameter is split over tp or ep; then `flat` splits the rank's part in row-major order."""
+        """How a parameter is split over its axis; then `flat` splits the rank's part in row-major order."""
         cut = self._cuts.get(param)
         known_from = "" if cut is None else cut.known_from or self._known_from
         return _one_layout(() if cut is None else (AxisLayout(cut.axis, cut.parts, cut.pattern, known_from),), flat)
@@ -141,7 +142,7 @@ class AtomDraft(FileDraft):
         """The part of a parameter that data-parallel rank `rank` holds."""
         cut = self._cuts.get(param)
         shape = self._index.atoms[param].global_shape if cut is None else cut.global_shape
-        return locate_shard(layout, shape, coords={**self._coords, "dp": rank})
+        return locate_shard(layout, shape, coords={**self._coords, **{axis.axis: rank for axis in layout.flat}})
 
 
 @lru_cache(maxsize=1 << 14)
@@ -163,6 +164,8 @@ _AS_THE_FAMILY = (
 )
 """Note for layouts that come from a family, not from the source's record."""
 _RECORD = "universal_checkpoint_info"
+_AUTOEP = {"universal_checkpoint_version", LAYERS, EXPERT_PATTERNS}
+"""Its keys in a run with AutoEP, which do not say how tensor-parallel ranks split parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,13 +209,18 @@ class RunFacts:
     ep_rank: int = 0
     """Expert-parallel rank whose files are planned."""
     cuts: Mapping[str, TensorLayout] = field(default_factory=dict)
-    """Layouts of tensors that are split over tensor-parallel ranks, or over expert-parallel ones."""
+    """Layouts of tensors that are split over tensor-parallel ranks, over expert-parallel ones, or over data-parallel
+    ones (parameters of which each trains a part)."""
     stacks: ExpertStacks = field(default_factory=ExpertStacks)
     """Experts that AutoEP stacks: as in the source, or as the target's ranks hold them."""
 
-    def draft(self, path: str) -> AtomDraft:
-        """A new file of model-parallel rank `mp` and expert-parallel rank `ep_rank`."""
-        coords = {"tp": self.mp % self.tp, "ep": self.ep_rank}
+    def has_parts(self, param: str) -> bool:
+        """Whether every data-parallel rank trains a part of a parameter."""
+        return param in self.cuts and self.cuts[param].axis == "dp"
+
+    def draft(self, path: str, rank: int = 0) -> AtomDraft:
+        """A new file of model-parallel rank `mp`, expert-parallel rank `ep_rank` and data-parallel rank `rank`."""
+        coords = {"tp": self.mp % self.tp, "ep": self.ep_rank, "dp": rank}
         return AtomDraft(path, self.index, self.cuts, coords, known_from=self.tp_known_from)
 
     @property
@@ -281,7 +289,7 @@ def _tensor_rules(
     """
     info = extras.get(_RECORD)
     stated = SourceOptions(options.family or None, Path(options.patterns) if options.patterns else None)
-    record = UniversalCheckpointInfo(info, index.path) if isinstance(info, dict) else None
+    record = UniversalCheckpointInfo(info, index.path) if isinstance(info, dict) and info.keys() - _AUTOEP else None
     if tp == 1 or (record is not None and (stated == SourceOptions() or index.topology.tp > 1)):
         return record, ()
     from ucp_formats.deepspeed.tp.family import FamilyRules, script_arguments  # few runs need one

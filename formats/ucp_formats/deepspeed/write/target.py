@@ -19,12 +19,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ucp.contract.layouts import holder_axes
+from ucp.contract.registry import BY_RULE, lay_out_cuts
 from ucp.core.index import WEIGHT, Index
 from ucp.core.layout import AxisLayout
 from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.topology import Topology
 from ucp.errors import MissingStateError, TopologyError, UnsupportedError, UsageError, format_count
 from ucp.io.torch_file.draft import FinishedFile, make_target_plan
+from ucp_formats.deepspeed.tp.layout import TensorLayout
 from ucp_formats.deepspeed.write.autoep import place_stacks
 from ucp_formats.deepspeed.write.optimizer.groups import (
     check_stepped,
@@ -58,7 +60,7 @@ class DeepSpeedTarget(EngineTarget):
         wanted = _target_topology(index, topology)
         stage = wanted.zero or 0
         facts = run_facts(index, options, ranks=wanted.dp, stage=stage, tp=wanted.tp)
-        facts = place_stacks(facts, wanted)
+        facts = _add_cuts(place_stacks(facts, wanted), wanted, options)
         groups = optimizer_groups(facts)
         if stage and not groups:
             raise MissingStateError(
@@ -80,6 +82,26 @@ class DeepSpeedTarget(EngineTarget):
         plan = make_target_plan(index, list(drafted), notes=notes, topology=wanted, axes_of=axes_of)
         plan = self._finish_plan(facts, plan, filled_with_zeros(groups) if flat else {})
         return plan if groups else _without_states(plan, index)
+
+
+def _add_cuts(facts: RunFacts, wanted: Topology, options: TargetOptions) -> RunFacts:
+    """The facts with the parameters of which every data-parallel rank trains a part, by the user's rules."""
+    layouts = lay_out_cuts(facts.index, options.patterns, wanted.dp)
+    if not layouts:
+        return facts
+    if wanted.zero not in (1, 2) or wanted.tp > 1 or wanted.pp > 1:
+        raise TopologyError(
+            f"expected zero=1 or zero=2, tp=1 and pp=1 for parameters with a rule for dp ({', '.join(layouts)}); got "
+            f"{wanted}. DeepSpeed has no other files that hold the part of every data-parallel rank"
+        )
+    if tied := [alias for alias, name in facts.index.aliases.items() if name in layouts]:
+        raise UnsupportedError(f"expected no rule for dp for tied parameters; got {', '.join(tied)}, tied to one")
+    atoms = facts.index.atoms
+    cuts = {
+        name: TensorLayout(layout.axes[0].pattern, atoms[name].global_shape, wanted.dp, "dp", BY_RULE)
+        for name, layout in layouts.items()
+    }
+    return replace(facts, cuts=cuts)
 
 
 def _without_states(plan: TargetPlan, index: Index) -> TargetPlan:

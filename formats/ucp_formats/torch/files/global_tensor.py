@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from ucp.contract.plugins import pattern
+from ucp.contract.registry import BY_RULE
 from ucp.core.index import StateIndex
-from ucp.core.layout import AxisLayout, Layout, compute_local_shape, place
+from ucp.core.layout import AxisLayout, Layout, Pattern, compute_local_shape, place
 from ucp.core.tensor import DType, TensorRef
 from ucp.core.union import ShardedTensor, ShardSet, StoredShard, Union
 from ucp.errors import MalformedError, UnsupportedError
@@ -84,6 +85,22 @@ class GlobalTensor:
             if isinstance(piece.ref, TensorRef) and not piece.replica
         )
         return (self.state.dtype, self.shape, *pieces)
+
+    def joined(self, cut: Pattern) -> GlobalTensor:
+        """The tensor of which the plain tensors in the files of all ranks, taken for copies so far, are parts.
+
+        Raises MalformedError if no tensor has such parts.
+        """
+        refs = [piece.ref for piece in self.state.fragments if isinstance(piece.ref, TensorRef)]
+        try:
+            shape = cut.whole_shape([self.shape] * len(refs))
+        except ValueError as error:
+            raise MalformedError(
+                f"expected parts that {cut.name} makes of one tensor, as the rule says: {error}"
+            ) from None
+        axis = AxisLayout("dp", len(refs), cut, BY_RULE)
+        stored = tuple(StoredShard({"dp": rank}, ref) for rank, ref in enumerate(refs))
+        return GlobalTensor.place(self.state.dtype, shape, Layout((axis,)), stored, is_shared=False)
 
     def state_in(self, layout: Layout) -> StateIndex:
         """The state, for an atom of `layout`: it has a layout of its own if that is another one."""

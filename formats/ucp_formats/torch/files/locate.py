@@ -8,6 +8,7 @@
     model_world_size_4_rank_1.pt, optim_..., extra_state_...       verl (`fsdp_checkpoint_manager.py`, 2026)
     pytorch_model_fsdp_0_rank1.bin, optimizer_0_rank1.bin          accelerate 1.15, `use_dcp=False` (`fsdp_utils.py`)
     pytorch_model_fsdp_rank1.bin                                   accelerate, FSDP1's LOCAL_STATE_DICT
+    checkpoint_rank_1.pt                                           scripts, and `--to torch` with a rule for dp
     pytorch_model_fsdp.bin, optimizer.bin                          accelerate, FULL_STATE_DICT
     model.safetensors or pytorch_model.bin, with optimizer.pt      Trainer of transformers; optimizer.bin: accelerate
     ckpt.pt, last.ckpt, ...                                        scripts, Lightning
@@ -46,6 +47,7 @@ OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 _VERL = re.compile(r"(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt")
 _VERL_ITEMS: dict[str, Item] = {"model": "model", "optim": "optimizer", "extra_state": "others"}
 _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)(?:_0)?_rank(\d+)\.bin")
+_SCRIPT = re.compile(r"checkpoint_rank_?(\d+)\.pt")
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
 _COMPANIONS = re.compile(
     r"scheduler\.(?:pt|bin)|rng_state(?:_\d+)?\.pth|scaler\.pt|training_args\.bin|sampler.*\.bin|dl_state_dict.*\.bin"
@@ -72,7 +74,14 @@ def parse_rank_file(name: str) -> RankFile | None:
         return RankFile(_VERL_ITEMS[match[1]], int(match[3]), int(match[2]))
     if match := _ACCELERATE.fullmatch(name):
         return RankFile("optimizer" if match[1] == "optimizer" else "model", int(match[2]), None)
-    return None
+    match = _SCRIPT.fullmatch(name)
+    return None if match is None else RankFile("all", int(match[1]), None)
+
+
+def _is_part_of_folder(name: str) -> bool:
+    """Whether a file cannot be read by itself; a script's file of one rank can."""
+    file = parse_rank_file(name)
+    return file is not None and file.item != "all"
 
 
 def name_of_rank(name: str, rank: int) -> str:
@@ -97,7 +106,7 @@ class SavedFiles:
 def locate(path: Path) -> Located[SavedFiles] | None:
     """The checkpoint at `path`, or None if there is none."""
     if path.is_file():
-        if parse_rank_file(path.name) is not None:
+        if _is_part_of_folder(path.name):
             return _rank_files(path.parent, [path.name])
         return _by_suffix(path, [path.name]) if _is_candidate(path.name) else None
     return (_look(path) or find_only(path, (_look_for_ranks,))) if path.is_dir() else None
@@ -145,8 +154,8 @@ def _by_suffix(path: Path, names: list[str]) -> Located[SavedFiles]:
 
 
 def _look_for_ranks(path: Path) -> Located[SavedFiles] | None:
-    names = [name for name in sorted(names_in(path)) if parse_rank_file(name) is not None]
-    return _rank_files(path, names) if any("model" in name for name in names) else None
+    files = {name: file for name in sorted(names_in(path)) if (file := parse_rank_file(name)) is not None}
+    return _rank_files(path, files) if any(file.item in ("model", "all") for file in files.values()) else None
 
 
 def _rank_files(path: Path, names: Iterable[str]) -> Located[SavedFiles]:
@@ -165,7 +174,7 @@ def check_files(located: Located[SavedFiles] | None, path: Path) -> Located[Save
     Raises UnknownFormatError, UsageError, MissingFileError naming the files of all ranks that have none.
     """
     located = require_checkpoint(located, path, "a checkpoint saved by torch.save", "none is there")
-    if path.is_file() and parse_rank_file(path.name) is not None:
+    if path.is_file() and _is_part_of_folder(path.name):
         raise UsageError(f"{path} is the file of one rank; pass the folder with the files of all ranks: {path.parent}")
     files, ranks = located.content.files.values(), located.content.ranks
     rank_files = (parse_rank_file(name) for by_rank in files for name in by_rank.values())

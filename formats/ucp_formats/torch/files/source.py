@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -17,11 +18,12 @@ from ucp.contract.locating import Evidence, Located, SaveFolder
 from ucp.contract.model import find_tied_output, sort_in_model_order
 from ucp.contract.protocols import Format, SourceOptions
 from ucp.contract.ranks import Checksums
+from ucp.contract.registry import data_parallel_cuts, has_data_parallel_rules
 from ucp.contract.sidecars import attach_sidecars
 from ucp.core.index import WEIGHT, AtomIndex, Extra, Index, Kind, SourceFile
 from ucp.core.tensor import Record
 from ucp.core.topology import Topology
-from ucp.errors import MalformedError, format_list
+from ucp.errors import IdleOptionError, MalformedError, format_list
 from ucp.io.folder import path_of, to_absolute
 from ucp.io.provenance import source_file
 from ucp.io.torch_file.archive import read_archive
@@ -56,8 +58,8 @@ class TorchFormat(Format):
         self._options = options or SourceOptions()
 
     def configured(self, options: SourceOptions) -> TorchFormat:
-        """The same format, with shapes and an order that the user points to."""
-        if options.family is not None or options.patterns is not None:
+        """The same format, with shapes, an order and rules for dp that the user points to."""
+        if options.family is not None or not (options.patterns is None or has_data_parallel_rules(options.patterns)):
             return cast("TorchFormat", super().configured(options))  # which raises
         return TorchFormat(options)
 
@@ -72,7 +74,7 @@ class TorchFormat(Format):
         index = _TorchIndexer(located, self._options).index(self.name)
         folder = SaveFolder(located.root) if located.root.is_dir() else None
         names = {os.path.basename(file.path) for file in index.files}
-        is_one_file = "all" in located.content.files
+        is_one_file = "all" in located.content.files and located.content.ranks == 1
 
         def is_own(path: Path) -> bool:
             return path.name in names or (not is_one_file and is_of_the_format(path))
@@ -106,10 +108,25 @@ class _TorchIndexer:
         flat_shapes = None if is_safetensors else self._shapes
         self._entries: SavedEntries = split_flat_params(entries, flat_shapes, self._where)
         self._saved: StateDict = self._sort()
+        self._join_parts(options)
         self._is_shared = any(GlobalTensor.of(entry).is_shared for entry in self._saved.model.values())
         tied = find_tied_output(self._saved.model, self._config)
         if tied is not None and tied[0] not in self._saved.model:
             self._saved.tied[tied[0]] = tied[1]
+
+    def _join_parts(self, options: SourceOptions) -> None:
+        """Join the parameters of which every rank saved a part, by the user's rules."""
+        ranks, model = self._located.content.ranks, self._saved.model
+        if options.patterns is not None and ranks == 1:
+            raise IdleOptionError(
+                f"{self._where} has files of one rank, not parts: drop --patterns, or pass the folder of all ranks"
+            )
+        for name, cut in data_parallel_cuts(model, options.patterns).items():
+            shape, states = model[name].shape, self._saved.states.get(name, {})
+            for entries, key in ((model, name), *((states, state) for state in states)):
+                if entries[key].shape == shape:
+                    tensor = GlobalTensor.of(entries[key]).joined(cut)
+                    entries[key] = replace(entries[key], shape=tensor.shape, value=tensor)
 
     def _sort(self) -> StateDict:
         order, unnamed = self._order, None

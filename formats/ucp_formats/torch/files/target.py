@@ -1,4 +1,4 @@
-"""Target `torch`: one file of `torch.save`, for scripts that keep model and optimizer in a dict.
+"""Target `torch`: one file of `torch.save`, for scripts that keep model and optimizer in a dict; or one per rank.
 
     DST/checkpoint.pt   {"model": {name: tensor}, "optimizer": {"state": {0: {...}}, "param_groups": [{...}]},
                          "lr_scheduler": {...}, "step": 3}
@@ -6,24 +6,30 @@
 `torch.load(..., weights_only=True)` reads it. The optimizer is as `torch.optim.Optimizer.state_dict` gives it: states
 by number, `params` a list of numbers, and beside it `param_names` (torch 2.6 and later, for optimizers that were given
 names; others ignore it). Tied parameters share one storage.
+
+If a rule of the user's says that data-parallel ranks have parts of a parameter, each rank has such a file,
+`checkpoint_rank_0.pt` and so on, with its part of the parameter and of its states, and the full tensor of all others.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ucp.contract.optimizer import OptimizerPlan
 from ucp.contract.protocols import Target
+from ucp.contract.registry import lay_out_cuts
 from ucp.contract.run_extras import LR_SCHEDULER
 from ucp.contract.sidecars import add_sidecars
 from ucp.core.gaps import check_weights
 from ucp.core.index import STEP, WEIGHT, AtomIndex, Index
+from ucp.core.layout import Layout, locate_shard
 from ucp.core.target import TargetOptions, TargetPlan, full_slice
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
 from ucp.io.pickle.values import GlobalName, Stub, walk
-from ucp.io.torch_file.draft import FileDraft, make_target_plan
+from ucp.io.torch_file.draft import FileDraft, Part, make_target_plan
 from ucp.io.torch_file.storage import NewTensor
 from ucp.transfer.probe import Prober
 from ucp_formats.torch.extras import extra_paths
@@ -51,28 +57,33 @@ class TorchTarget(Target):
     keeps_extras_of = ("torch", "dcp")
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
-        """The one file. Raises UsageError, MissingStateError."""
-        if topology is not None and topology.ranks > 1:
+        """The file, or one for each rank. Raises UsageError, MissingStateError, TopologyError."""
+        ranks = 1 if topology is None else topology.dp
+        cuts = lay_out_cuts(index, options.patterns, ranks)
+        if topology is not None and topology.ranks > (ranks if cuts else 1):
             raise UsageError(f"one file holds the whole checkpoint for any number of ranks: drop --topology {topology}")
         check_options(options, {})
         check_weights(index)
         with Prober() as prober:
-            draft = _TorchDraft(index, options, prober)
-            root = draft.root()
-        plan = make_target_plan(index, [draft.file.finish(root)], notes=draft.notes)
-        plan = replace(plan, casts=(*plan.casts, *draft.counts.casts), dropped=draft.dropped)
+            drafts = [_TorchDraft(index, options, prober, cuts, rank) for rank in range(ranks if cuts else 1)]
+            files = [draft.file.finish(draft.root()) for draft in drafts]
+        plan = make_target_plan(index, files, notes=drafts[0].notes, topology=topology if cuts else None)
+        plan = replace(plan, casts=(*plan.casts, *drafts[0].counts.casts), dropped=drafts[0].dropped)
         return add_sidecars(index, plan)
 
 
 class _TorchDraft:
     """The file while it is laid out."""
 
-    def __init__(self, index: Index, options: TargetOptions, prober: Prober) -> None:
+    def __init__(
+        self, index: Index, options: TargetOptions, prober: Prober, cuts: Mapping[str, Layout], rank: int
+    ) -> None:
         self._index = index
         self._dtypes = options.dtypes
         self._decoupled = decoupled_option(index, options)
         self.counts = OptimizerPlan(index, prober)
-        self.file = FileDraft(NAME)
+        self._cuts, self._rank = cuts, rank
+        self.file = FileDraft(f"checkpoint_rank_{rank}.pt" if cuts else NAME)
         self.notes: list[str] = []
         self.dropped: tuple[str, ...] = ()
 
@@ -118,7 +129,14 @@ class _TorchDraft:
             dtype, data = count_tensor(self._index, self.counts, atom.name, name)
             return self.file.add_known(dtype, (), data)
         dtype = atom.dtype_of(name, self._dtypes)
-        return self.file.add_slice(full_slice(atom.name, name, state, dtype=dtype))
+        full = full_slice(atom.name, name, state, dtype=dtype)
+        layout = self._cuts.get(atom.name)
+        if layout is None or state.global_shape != atom.global_shape:
+            return self.file.add_slice(full)
+        part = locate_shard(layout, atom.global_shape, coords={"dp": self._rank})
+        pairs = tuple(region.pair for region in part.regions)
+        part_slice = replace(full, pairs=pairs, local_shape=part.local_shape, stop=part.numel)
+        return self.file.add_tensor(dtype, part.local_shape, [Part(offset=0, slice=part_slice, layout=layout)])
 
     def _add_extras(self, root: dict[object, object], model: dict[object, object]) -> None:
         """Add extras that have a place, if `weights_only` unpickles them: no objects of classes."""

@@ -95,7 +95,7 @@ class LayoutFinder:
         """What the layouts were inferred from."""
         self._index, self._mesh, self._rename, self._experts = index, mesh, rename, experts
         self._options, self._count = options, count
-        self._degrees = {axis: mesh.degree(axis) for axis in ("tp", "ep", "etp")}
+        self._degrees = {axis: mesh.degree(axis) for axis in ("tp", "ep", "etp", "dp")}
         self._why_no_rules = ""
 
     def find_candidates(self, model: LiveModel) -> dict[str, Candidates]:
@@ -257,7 +257,8 @@ class LayoutFinder:
 
     def _describe_remedy(self, proposed: Sequence[Layout]) -> str:
         cuts_alike = self._degrees["etp"] == self._degrees["tp"]
-        cutting = [axis for axis, parts in self._degrees.items() if parts > 1 and not (axis == "etp" and cuts_alike)]
+        idle = {"dp", *(["etp"] if cuts_alike else [])}
+        cutting = [axis for axis, parts in self._degrees.items() if parts > 1 and axis not in idle]
         degrees = ", ".join(f"{axis}={self._degrees[axis]}" for axis in cutting)
         if not degrees:
             is_one = self._mesh.topology is not None or self._count == 1

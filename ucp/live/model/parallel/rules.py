@@ -31,7 +31,7 @@ class FamilyRules:
     family: Family
     """The family, with the sizes of the model."""
     degrees: Mapping[str, int]
-    """Ranks along `tp`, `ep` and `etp`."""
+    """Ranks along `tp`, `ep`, `etp` and `dp`."""
 
     def find_layouts(self, name: str, shape: tuple[int, ...], local_shape: tuple[int, ...]) -> RuleLayouts | None:
         """What the family says about a tensor of the checkpoint; None without a rule for it. Raises FamilyError."""

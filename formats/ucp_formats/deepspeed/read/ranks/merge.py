@@ -83,6 +83,8 @@ class Mesh:
 
     def in_stage(self, name: str, file_layout: Layout, outer: tuple[AxisLayout, ...] = ()) -> Layout:
         """`outer`, followed by the axes inside a pipeline stage: tp, then dp (as copies, or as in `file_layout`)."""
+        if any(axis.axis == "dp" for axis in file_layout.axes):  # data-parallel ranks have different parts
+            return file_layout
         if name in self.tensors:
             layout = self.tensors[name]
             outer = (*outer, AxisLayout("tp", layout.parts, layout.pattern, self.known_from.get("tp", "")))

@@ -162,7 +162,7 @@ def _read_parts(grid: SavedGrid, checksums: Checksums) -> list[RankPart]:
         part = RankPart(mp=mp, tp=mp % grid.tp, order=mp // grid.tp, optimizer=optimizer, untrained=untrained)
         if not grid.is_pipeline:
             models = {**run.models, 0: _with_experts(run.model, experts[mp])}
-            module = read_module(models, trained[mp], checksums, sharded=run.stage == 3)
+            module = read_module(models, trained[mp], checksums, sharded=run.stage == 3, cut=run.cuts)
             add_stacks(module, stacked.get(mp, {}), trained[mp])
             part = replace(part, module=module, untrained=tuple(module.entries))
         parts.append(part)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -47,8 +47,8 @@ class GroupBuffer:
     """How that splits each parameter."""
 
     @classmethod
-    def of(cls, facts: RunFacts, group: Group, *, ranks: int) -> GroupBuffer:
-        """The buffer of a group that is partitioned over `ranks` ranks, as the engine of the target builds it."""
+    def of(cls, facts: RunFacts, group: Group, *, ranks: int, axis: str = "dp") -> GroupBuffer:
+        """The buffer of a group that `ranks` ranks along `axis` partition, as the engine of the target builds it."""
         plain = facts.stage == 1 and facts.config.uses_bf16_optimizer(facts.precision)
         sizes = dict(group.sizes)
         if facts.config.round_robin and not plain:
@@ -59,6 +59,7 @@ class GroupBuffer:
             paddings = alignment_paddings(tuple(sizes.values()), itemsize=itemsize)
         known_from = f"ZeRO-{facts.stage}"
         layout, *_ = shared_buffers(sizes, ranks=ranks, paddings=paddings, first=0, known_from=known_from)
+        layout = replace(layout, axis=axis)
         return cls(group=group, layout=layout, axes=layout.axes())
 
     @property
