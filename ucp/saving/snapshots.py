@@ -76,7 +76,7 @@ class Snapshots:
     """Number of the next save."""
     last: dict[str, int] = field(default_factory=dict)
     """Parameter to the step of the last save that writes it."""
-    _kept: list[Snapshot] = field(default_factory=list)
+    _snapshots: list[Snapshot] = field(default_factory=list)
     """Oldest first."""
     _offered: dict[int, tuple[Holding, PlacedBox]] = field(default_factory=dict)
     """Offset to the box there, of the snapshot that the ranks load."""
@@ -86,7 +86,7 @@ class Snapshots:
     @property
     def step(self) -> int | None:
         """Training step of what is in memory; None if nothing is."""
-        return self._kept[-1].step if self._kept else None
+        return self._snapshots[-1].step if self._snapshots else None
 
     def take(
         self,
@@ -116,10 +116,11 @@ class Snapshots:
         run = describe_parts(live, path, None, placement)
         holdings = run_together(ranks, lambda: collect_holdings(run, list_modules(model)))
         named = run_together(ranks, lambda: name_extras(scheduler, scaler, run.state().extras))
-        self._kept = [kept for kept in self._kept if kept.step is None or kept.step < step]
-        oldest = self._kept.pop(0) if len(self._kept) > 1 else None
+        self._offered = {}
+        self._snapshots = [snapshot for snapshot in self._snapshots if snapshot.step is None or snapshot.step < step]
+        oldest = self._snapshots.pop(0) if len(self._snapshots) > 1 else None
         earlier = None if oldest is None or oldest.is_shared else oldest.tensors
-        self._kept.append(
+        self._snapshots.append(
             Snapshot(
                 step=step,
                 facts=holdings.facts(),
@@ -137,7 +138,7 @@ class Snapshots:
     def keep(self, job: SaveJob, written: Collection[str]) -> None:
         """Keep the share of a save in place of the last one. `written`: parameters that are written, too."""
         facts = RankFacts(atoms=job.run.atoms, groups=job.run.groups, items=tuple(job.tensors))
-        self._kept = [Snapshot(step=job.run.step, facts=facts, tensors=job.tensors, is_shared=True)]
+        self._snapshots = [Snapshot(step=job.run.step, facts=facts, tensors=job.tensors, is_shared=True)]
         self.turn += 1
         if job.run.step is not None:
             self.last = {**self.last, **dict.fromkeys(written, job.run.step)}
@@ -159,8 +160,9 @@ class Snapshots:
 
         Collective. Raises StaleError if `exact` and parts are of different steps.
         """
-        step = _choose_step(ranks.share([kept.step for kept in self._kept if kept.step is not None]))
-        snapshot = next((kept for kept in reversed(self._kept) if step is not None and kept.step == step), None)
+        step = _choose_step(ranks.share([snapshot.step for snapshot in self._snapshots if snapshot.step is not None]))
+        snapshots = [snapshot for snapshot in self._snapshots if step is not None and snapshot.step == step]
+        snapshot = snapshots[-1] if snapshots else None
         self._offered = {} if snapshot is None else dict(_list_boxes(snapshot))
         self._offsets = list(self._offered)
         offers = ranks.share(None if snapshot is None else (snapshot.facts, snapshot.extras))
@@ -171,11 +173,12 @@ class Snapshots:
         run = merge_facts(facts, topology=index.topology, step=step, origin=index.origin)
         recovered = make_index(Path(index.path), run, _list_fragments(of_ranks))
         atoms = {name: atom for name, atom in recovered.atoms.items() if _is_whole(atom)}
-        expert_names = _find_experts(recovered)
-        if atoms.keys() | expert_names != recovered.atoms.keys() | expert_names:
+        expert_names = _find_experts(recovered) | _find_experts(index)
+        is_named_alike = bool(index.atoms.keys() & recovered.atoms.keys())
+        older = index.atoms.keys() - atoms.keys() - recovered.aliases.keys() if is_named_alike else set[str]()
+        if (recovered.atoms.keys() - atoms.keys() | older) - expert_names:
             return _add_newer_experts(index, atoms, expert_names, step, exact=exact)
         extras = next(offer[1] for offer in offers if offer is not None)
-        older = index.atoms.keys() - atoms.keys() if index.atoms.keys() & recovered.atoms.keys() else ()
         return _complete(index, replace(recovered, atoms=atoms, extras=extras), older, exact=exact)
 
 

@@ -80,7 +80,7 @@ def carry_with_memory(
 
     `memory`: of this rank; None if no rank has items in memory.
     """
-    in_memory = [number for number, item in enumerate(items) if any(map(_is_kept, item.source.fragments))]
+    in_memory = [number for number, item in enumerate(items) if any(map(_is_in_memory, item.source.fragments))]
     others = sorted({*range(len(items))} - {*in_memory})
     traffic = carry([items[number] for number in others], [into[number] for number in others], ranks, options)
     if memory is None:
@@ -106,7 +106,7 @@ def carry_with_memory(
     return traffic
 
 
-def _is_kept(fragment: Fragment) -> bool:
+def _is_in_memory(fragment: Fragment) -> bool:
     return is_memory(fragment.path)
 
 

@@ -29,7 +29,7 @@ def main() -> None:
         options = {"step": step, "plan": plan, "chain": True, "snapshots": snapshots, "asynchronous": True}
         handle = ucp.save(model, optimizer, TOPOLOGY, chain / f"step{step}", **options)
     handle.wait()
-    kept = {item.param for item in snapshots._kept[-1].tensors}
+    kept = {item.param for item in snapshots._snapshots[-1].tensors}
     snapshots = ucp.Snapshots() if rank else snapshots
     model, optimizer = make_part(rank, 99)
     ucp.load_into(model, TOPOLOGY, chain, optimizer=optimizer, snapshots=snapshots, verify=True)

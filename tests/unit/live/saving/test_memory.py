@@ -257,7 +257,7 @@ def test_a_step_that_is_done_again_replaces_its_snapshot(tmp_path: Path) -> None
     for step, scale in ((3, 1.0), (4, 1.0), (5, 2.0), (5, 1.0)):
         model, optimizer = make_model([*range(EXPERTS)], step, scale=scale)
         memory.take(model, optimizer, "dp=1", step=step)
-    assert [kept.step for kept in memory._kept] == [4, 5]
+    assert [snapshot.step for snapshot in memory._snapshots] == [4, 5]
     ucp.save(model, optimizer, "dp=1", tmp_path / "step5", step=5)
     nn.init.zeros_(model["layers"][0]["router"].weight)  # what was copied stays
     model, optimizer = make_model([*range(EXPERTS)], 99)
@@ -294,6 +294,28 @@ def test_survivors_load_at_another_topology(before: str, left: list[int | None],
     assert run_threads(4, take) == [None] * 4
     for report in run_threads(len(left), go_on):
         assert (report.nbytes_total, report.step) == (0, 9)
+    difference = ucp.diff(saved.path, tmp_path / "again")
+    assert difference.equal, difference
+
+
+def test_dense_parts_are_never_of_two_steps(tmp_path: Path) -> None:
+    """The second stage is lost: the first is loaded from storage, too, but for its experts."""
+    saved = Saved(tmp_path / "saved", Sizes(layers=2))
+    memories = [ucp.Snapshots(), ucp.Snapshots()]
+
+    def work(ranks: ThreadRanks) -> ucp.LoadReport:
+        model, optimizer = load_saved(saved, "pp=2", ranks)
+        for name, param in model.named_parameters():
+            if "experts" not in name:
+                nn.init.zeros_(param)
+        memories[ranks.rank].take(model, optimizer, "pp=2", step=90, process_group=ranks)
+        snapshots = ucp.Snapshots() if ranks.rank else memories[0]
+        model, optimizer, report = make_and_load(saved, "pp=2", ranks, snapshots=snapshots)
+        ucp.save(model, optimizer, "pp=2", tmp_path / "again", step=9, process_group=ranks)
+        return report
+
+    for report in run_threads(2, work):
+        assert report.step == ucp.inspect(saved.path).step
     difference = ucp.diff(saved.path, tmp_path / "again")
     assert difference.equal, difference
 

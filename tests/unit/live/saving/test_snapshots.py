@@ -81,7 +81,9 @@ def test_survivors_recover_newer_experts_beside_the_rest_of_the_last_link(
         return load(tmp_path, ranks, memories[ranks.rank])
 
     found = run_threads(2, recover)
-    expected_from_memory = [param for param in memories[0]._kept[-1].facts.atoms if "experts" in param]  # of both ranks
+    expected_from_memory = [
+        param for param in memories[0]._snapshots[-1].facts.atoms if "experts" in param
+    ]  # of both ranks
     for rank, (values, notes) in enumerate(found):
         assert values[0] == 3  # of the newest link
         for number in range(2):
@@ -118,9 +120,9 @@ def test_every_expert_is_written_in_turn(tmp_path: Path) -> None:
     names = [[atom for atom in ucp.open(tmp_path / f"step{step}") if "experts" in atom] for step in range(1, 5)]
     assert [len(of_link) for of_link in names] == [1, 1, 1, 1]
     for rank, memory in enumerate(memories):
-        kept = {item.param for item in memory._kept[-1].tensors if "experts" in item.param}
+        kept = {item.param for item in memory._snapshots[-1].tensors if "experts" in item.param}
         assert all(int(name.split(".")[2]) // 2 == rank for name in kept)
-    assert sum(len({item.param for item in m._kept[-1].tensors if "experts" in item.param}) for m in memories) == 2
+    assert sum(len({item.param for item in m._snapshots[-1].tensors if "experts" in item.param}) for m in memories) == 2
 
 
 def test_snapshots_need_background_saves_into_a_chain(tmp_path: Path) -> None:
