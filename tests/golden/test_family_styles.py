@@ -1,7 +1,8 @@
 """The families' other styles, against what the frameworks themselves make of a file of Hugging Face (`make_styles.py`).
 
-`fixtures/styles/` holds what transformers 5 has in memory, and what torchtitan 0.2 and 0.3 and nanoGPT have after their
-own code took the file over: name, shape and a digest of the elements, each of which was a number of its own.
+`fixtures/styles/` holds what transformers 5 has in memory, and what torchtitan 0.2 and 0.3, nanoGPT and DeepSpeed's
+AutoEP have after their own code took the file over: name, shape and a digest of the elements, each of which was a
+number of its own.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ucp.families.naming import CANONICAL
 from ucp.families.recipes import TensorRecipe
 from ucp.families.template import Template
 from ucp.families.translate import translate
+from ucp.source.naming import _list_further_names
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 NAMES = json.loads((FIXTURES / "huggingface" / "names-5.23.0.json").read_text())["models"]
@@ -33,6 +35,7 @@ STYLES = {
     "torchtitan": "torchtitan-0.3.0",
     "torchtitan_0_2": "torchtitan-0.2.2",
     "nanogpt": "nanogpt-3adf61e",
+    "autoep": "autoep-0.19.8",
 }
 """Style to the file with what its framework makes."""
 HEAD = "lm_head.weight"
@@ -62,7 +65,13 @@ class Taken:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(own[:-1]) for name, own in self.tensors.items() if name != HEAD or not self.is_tied}
+        second = {HEAD} if self.is_tied else set()
+        second |= {
+            name
+            for name in self.tensors
+            if name.replace(".gate.gate.", ".router.gate.") in self.tensors.keys() - {name}
+        }
+        return {name: tuple(own[:-1]) for name, own in self.tensors.items() if name not in second}
 
     @property
     def is_tied(self) -> bool:
@@ -158,7 +167,23 @@ def test_metas_names_and_pairs_of_rows_are_those_of_torchtitan_0_2(name):
     same(*(carried_out(own, counted(name)) for own in made.values()))
 
 
-@pytest.mark.parametrize("style", ["torchtitan", "transformers", "nanogpt"])
+@pytest.mark.parametrize("name", taken("autoep"))
+def test_second_names_are_those_that_autoep_has(name):
+    model = taken("autoep")[name]
+    second = {
+        further: stored
+        for stored in model.shapes
+        if ".experts." not in stored
+        for further in _list_further_names(stored, model.family, "autoep")
+    }
+    assert second == {
+        further: further.replace(".gate.gate.", ".router.gate.")
+        for further in model.tensors.keys() - model.shapes.keys()
+    }
+    assert bool(second) is not name.startswith("deepseek")
+
+
+@pytest.mark.parametrize("style", ["torchtitan", "transformers", "nanogpt", "autoep"])
 def test_no_name_of_a_style_is_unproven(style):
     """Names that a family has in a style beside those of Hugging Face, some model of the framework has."""
     shown = {name for own in taken(style).values() for name in own.tensors}

@@ -42,6 +42,8 @@ class Style:
     """Part of a template to its replacements; the first is the one that is written."""
     modules: tuple[str, ...] = ()
     """Segments of its names, in the order in which modules register them; empty if that is not known."""
+    has_all_names: bool = False
+    """Whether a model has a parameter under each of the names that a rule gives it, not only under the first."""
 
     def sort_names(self, names: Iterable[str]) -> list[str] | None:
         """Names in the order in which the model registers its parameters; None unless it is known for all of them."""

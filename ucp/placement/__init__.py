@@ -5,4 +5,6 @@
 3. `survival` computes how likely each way survives lost nodes, and improves it by exchanges;
 4. `place` chooses for every layer, and `balance` deals the slots of a node to its GPUs;
 5. `placement` is the outcome, which `forms` reads and writes in the files of serving engines and DeepSpeed.
+
+`tasks` shares out GPUs among the tasks of a multi-task run.
 """

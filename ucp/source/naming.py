@@ -201,6 +201,7 @@ def _apply_translation(index: Index, tensors: Mapping[str, TensorRecipe], family
     names = {item.sources[0]: name for name, item in tensors.items() if item.is_rename}
     second = {old: _translate_alias(old, family, style) for old, to in index.aliases.items() if to in names}
     aliases = {new: names[index.aliases[old]] for old, new in second.items() if new}
+    aliases |= {further: new for old, new in names.items() for further in _list_further_names(old, family, style)}
     dropped += _list_lost_aliases(index, {old for old, new in second.items() if new})
     order = family.sort_names(renamed.atoms, style)
     places = {name: place for place, name in enumerate(order or renamed.atoms)}
@@ -214,6 +215,14 @@ def _apply_translation(index: Index, tensors: Mapping[str, TensorRecipe], family
         notes=(*renamed.notes, f"names are translated to {style} by the rules of the family {family.name}"),
         dropped=(*renamed.dropped, *dropped),
     )
+
+
+def _list_further_names(name: str, family: Family, style: str) -> list[str]:
+    """The names of a tensor in another style after the first, if models of that style have it under all of them."""
+    canonical = family.canonical(name)
+    if canonical is None or style not in family.styles or not family.styles[style].has_all_names:
+        return []
+    return [names[0] for alias, names in family.find_spellings(canonical, style)[1:] if alias.is_plain]
 
 
 def _translate_alias(name: str, family: Family, style: str) -> str:

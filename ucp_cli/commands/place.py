@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +13,7 @@ from ucp.errors import UsageError
 from ucp.moe.plot import check_plot
 from ucp.placement.forms import FORMS, read_placement, write_placement
 from ucp.placement.plot import plot_placement
+from ucp.placement.tasks import allot_gpus
 from ucp_cli.options import PATH, as_json, example, parse_memory_option
 from ucp_cli.pages.documents import placement_document
 from ucp_cli.pages.render import write, write_json
@@ -27,20 +29,27 @@ def parse_nodes(text: str) -> tuple[int, ...]:
     return tuple(map(int, numbers))
 
 
+def parse_loads_of_tasks(text: str) -> tuple[float, ...]:
+    """Loads of tasks, as in 1:1:2. Raises BadParameter."""
+    try:
+        return tuple(map(float, text.split(":")))
+    except ValueError:
+        raise click.BadParameter(f"expected loads of tasks such as 1:1:2; got {text!r}") from None
+
+
 @click.command(
     "place",
     epilog=example(
         "ucp place --loads expert_distribution_recorder_1700000000.pt --nodes 4 --gpus 8 --slots 10",
         "ucp place --loads loads.json --nodes 4 --gpus 8 --slots 10 --out placement.json --form sglang",
         "ucp place --loads loads.json --nodes 3 --gpus 8 --slots 14 --from placement.json --lost 2",
+        "ucp place --tasks 512:256:128:128 --gpus 8",
     ),
 )
-@click.option(
-    "--loads", type=PATH, metavar="FILE", required=True, help="Tokens of each expert: a file, or a checkpoint."
-)
-@click.option("--nodes", type=_COUNT, metavar="N", required=True, help="Nodes.")
+@click.option("--loads", type=PATH, metavar="FILE", help="Tokens of each expert: a file, or a checkpoint.")
+@click.option("--nodes", type=_COUNT, metavar="N", help="Nodes.")
 @click.option("--gpus", type=_COUNT, metavar="G", default=1, show_default=True, help="GPUs of a node.")
-@click.option("--slots", type=_COUNT, metavar="C", required=True, help="Experts of a layer that fit on a GPU.")
+@click.option("--slots", type=_COUNT, metavar="C", help="Experts of a layer that fit on a GPU.")
 @click.option(
     "--threshold",
     type=_COUNT,
@@ -77,13 +86,16 @@ def parse_nodes(text: str) -> tuple[int, ...]:
     help="With --from: let experts exchange slots, so that fewer move, if the busiest GPU gets at most this share more "
     "tokens, such as 0.05; survival stays what it is.",
 )
+@click.option(
+    "--tasks", type=parse_loads_of_tasks, metavar="X:X", help="Instead of experts: loads of tasks that share --gpus."
+)
 @as_json
 def command(
     *,
-    loads: Path,
-    nodes: int,
+    loads: Path | None,
+    nodes: int | None,
     gpus: int,
-    slots: int,
+    slots: int | None,
     threshold: int,
     goal: Literal["survival", "balance"],
     form: str | None,
@@ -95,6 +107,7 @@ def command(
     checkpoint: Path | None,
     bandwidth: int | None,
     tolerance: float | None,
+    tasks: tuple[float, ...] | None,
     as_json: bool,
 ) -> None:
     """Place experts on GPUs by load, so that lost nodes cost none.
@@ -105,7 +118,18 @@ def command(
 
     FILE of --loads is of SGLang's recorder (.pt), an EPLB log (.jsonl), JSON ([layers][experts], {layer: [experts]}),
     or a checkpoint. With --from, the page also says which experts move, from which node to which.
+
+    With --tasks, it says how many of --gpus each task of a multi-task run gets, so that the busiest GPU has least.
     """
+    if tasks is not None and loads is None and nodes is None and slots is None:
+        allotted = allot_gpus(tasks, gpus=gpus)
+        if as_json:
+            write_json({"schema": "ucp.tasks/1", **asdict(allotted), "load_by_gpu": allotted.load_by_gpu})
+        else:
+            write(*allotted.page())
+        return
+    if tasks is not None or loads is None or nodes is None or slots is None:
+        raise UsageError("expected --loads, --nodes and --slots for experts, or --tasks and --gpus alone")
     if out is not None and form is None:
         raise UsageError(f"expected --form with --out; one of {', '.join(FORMS)}")
     if previous is None and (lost or from_nodes or checkpoint or bandwidth or tolerance is not None):

@@ -79,3 +79,15 @@ def test_a_hostile_placement_is_refused(slots: str, ucp: Run, tmp_path: Path, lo
     previous.write_text(f"initial_global_assignments:\n  0: {slots}\n")
     words = ("--nodes", 2, *CLUSTER, "--from", previous, "--form", "trtllm")
     assert isinstance(ucp("place", "--loads", loads, *words, code=1).exception, SystemExit)
+
+
+def test_tasks_share_out_gpus(ucp: Run) -> None:
+    document = json.loads(ucp("place", "--tasks", "512:256:128:128", "--gpus", 8, "--json").stdout)
+    assert document["schema"] == "ucp.tasks/1"
+    assert [len(gpus) for gpus in document["gpus"]] == [4, 2, 1, 1]
+    assert "1.00 times" in ucp("place", "--tasks", "1:1:2", "--gpus", 2).stdout
+
+
+@pytest.mark.parametrize("options", [("--tasks", "1:x"), ("--tasks", "0:1"), ("--tasks", "1:1", "--nodes", "2"), ()])
+def test_mistakes_about_tasks(options: tuple[str, ...], ucp: Run) -> None:
+    assert ucp("place", *options, code=2).stderr

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ucp_formats.deepspeed.read.stacks import ExpertStacks
+from ucp_formats.deepspeed.read.stacks import PARTS, ExpertStacks
 from ucp_formats.deepspeed.write.autoep import _split_groups
 
 import ucp
@@ -211,3 +211,49 @@ def test_files_of_two_placements_are_refused(tmp_path: Path) -> None:
     with pytest.raises(MalformedError) as caught:
         ucp.open(source)
     assert "ds_autoep_layers" in str(caught.value)
+
+
+RULES = [
+    ("mlp.router.gate.weight", "mlp.deepspeed_moe.gate.wg.weight"),
+    *((f"mlp.experts.{w}", f"mlp.deepspeed_moe.experts.deepspeed_experts.{{expert}}.{w}.weight") for w in PARTS),
+]
+"""Names of AutoEP, and those of deepspeed.moe for experts with three linear layers."""
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_stacks_become_native_experts_and_back(zero: int, tmp_path: Path) -> None:
+    for name, step in (("there", 1), ("back", -1)):
+        rules = (pair[::step] for pair in RULES)
+        (tmp_path / f"{name}.toml").write_text(
+            "".join(
+                f'[[rename]]\nfrom = "model.layers.{{layer}}.{old}"\nto = "model.layers.{{layer}}.{new}"\n'
+                for old, new in rules
+            )
+        )
+    source = ROOT / "z1-autoep2" / "checkpoint"
+    native, back = tmp_path / "native", tmp_path / "autoep"
+    ucp.convert(source, native, to="deepspeed", topology=f"dp=4,ep=4,zero={zero}", rename=tmp_path / "there.toml")
+    index = ucp.open(native).index
+    assert index.topology == Topology(dp=4, ep=4, zero=zero)
+    experts = "model.layers.1.mlp.deepspeed_moe.experts.deepspeed_experts"
+    stack = states_of("z1-autoep2")["model.layers.1.mlp.experts.w2/exp_avg"]
+    found = read_states(index)
+    assert all(torch.equal(found[f"{experts}.{e}.w2.weight/exp_avg"], stack[e]) for e in range(4))
+    ucp.convert(native, back, to="deepspeed", topology="dp=2,ep=2,zero=1", rename=tmp_path / "back.toml")
+    assert ucp.diff(source, back).equal
+    assert ucp.open(back).index.aliases == ucp.open(source).index.aliases
+
+
+def test_a_model_of_hugging_face_becomes_a_run_and_back(tmp_path: Path) -> None:
+    model, run, back = ROOT.parent / "huggingface" / "mixtral" / "model", tmp_path / "run", tmp_path / "back"
+    settings = {"lr": "0.01"}
+    topology = "dp=2,ep=2,zero=2"
+    ucp.convert(model, run, to="deepspeed", names="autoep", topology=topology, optimizer="zero", settings=settings)
+    index = ucp.open(run).index
+    assert [group.hyper.get("moe", False) for group in index.groups] == [False, True]
+    assert index.aliases["model.layers.0.mlp.gate.gate.weight"] == "model.layers.0.mlp.router.gate.weight"
+    source = ucp.open(model)
+    first = [source.read(f"model.layers.0.block_sparse_moe.experts.{e}.w1.weight", "weight") for e in range(2)]
+    assert torch.equal(ucp.open(run).read("model.layers.0.mlp.experts.w1", "weight"), torch.stack(first))
+    ucp.convert(run, back, to="huggingface", settings={"config": str(model)})
+    assert ucp.diff(model, back, weights=True).equal

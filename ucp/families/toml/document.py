@@ -90,6 +90,7 @@ class StyleTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     like: str | None = None
     rewrite: dict[str, str | list[str]] = {}
     modules: str = ""
+    has_all_names: bool = False
 
 
 class ConfigTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

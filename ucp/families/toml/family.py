@@ -286,6 +286,7 @@ def _styles(document: FamilyDocument) -> dict[str, Style]:
                 for part, replacements in table.rewrite.items()
             },
             modules=tuple(table.modules.split()),
+            has_all_names=table.has_all_names,
         )
         for name, table in document.style.items()
     }

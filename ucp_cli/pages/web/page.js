@@ -153,16 +153,9 @@
 
     /** A name with the places marked that match. */
     function emphasise(name, words) {
-      const lower = name.toLowerCase();
-      const at = words.map((word) => [lower.indexOf(word), word.length]).sort((a, b) => a[0] - b[0]);
-      const parts = [];
-      let end = 0;
-      for (const [start, length] of at) {
-        if (start < end) continue;
-        parts.push(name.slice(end, start), make("mark", {}, name.slice(start, start + length)));
-        end = start + length;
-      }
-      return [...parts, name.slice(end)];
+      const pattern = words.map((word) => word.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")).join("|");
+      const parts = name.split(new RegExp(`(${pattern})`, "i"));
+      return parts.map((part, place) => (place % 2 ? make("mark", {}, part) : part));
     }
 
     const lowered = names.map((name) => name.toLowerCase());
@@ -223,11 +216,8 @@
     return words.join(", ");
   }
 
-  function nameRuns(axes, runs, depth) {
-    const words = runs.slice(0, 4).map(([first, number]) =>
-      number === 1 ? nameRank(axes, first, depth)
-        : `${nameRank(axes, first, depth)} to ${nameRank(axes, first + number - 1, depth)}`);
-    return words.join("; ") + (runs.length > 4 ? ` and ${count(runs.length - 4)} more` : "");
+  function nameRange(axes, first, last) {
+    return last > first ? `${nameRank(axes, first)} to ${nameRank(axes, last)}` : nameRank(axes, first);
   }
 
   /** What the ranks that hold the same elements have in common, e.g. "tp 1 (4 ranks)". */
@@ -290,12 +280,12 @@
   function drawLayout(side, profile, shape) {
     const caption = make("figcaption", {}, make("strong", {}, side.title), make("br"));
     if (!profile) {
-      caption.append("Not cut over ranks: each file that holds it has the full tensor.");
+      caption.append(side.without);
       return make("figure", {}, caption);
     }
     const mesh = side.meshes[profile.mesh];
     caption.append(...mesh.lines.flatMap((line) => [line, make("br")]));
-    const held = profile.runs.map(([first, number, numel]) => [nameRuns(mesh.axes, [[first, number]]), count(numel)]);
+    const held = profile.runs.map(([first, number, numel]) => [nameRange(mesh.axes, first, first + number - 1), count(numel)]);
     const list = make("details", {}, make("summary", {}, "Elements of each rank"),
       make("div", { tabindex: "0" }, makeTable(["ranks", ">elements of each"], held.slice(0, 1000))));
     if (!profile.boxes) {
@@ -314,12 +304,11 @@
       const along = (dim, pixels) => dim === undefined ? [0, pixels]
         : [offsets[dim] / length(dim) * pixels, sizes[dim] / length(dim) * pixels];
       const [x, w] = along(columns, width), [y, h] = along(rows, height);
-      const who = nameRuns(mesh.axes, runs, profile.depth);
+      const who = nameHolders(mesh.axes, runs, profile.depth);
       const box = `[${offsets.map((low, dim) => `${low}:${low + sizes[dim]}`).join(", ")}]`;
       const group = make("g", {}, make("title", {}, `${who}: ${box}`),
         make("rect", { x: x + 1, y: y + 1, width: w, height: h, "--hue": (runs[0][0] * 47 + 210) % 360 }));
-      const text = nameHolders(mesh.axes, runs, profile.depth);
-      if (w > 6.2 * text.length && h > 13) group.append(make("text", { x: x + 6, y: y + Math.min(h / 2 + 4, 15) }, text));
+      if (w > 6.2 * who.length && h > 13) group.append(make("text", { x: x + 6, y: y + Math.min(h / 2 + 4, 15) }, who));
       svg.append(group);
     }
     const sizes = shown.map((dim) => `dim ${dim}: ${count(shape[dim])}`);
@@ -564,7 +553,7 @@
         },
         describe: (row, at) => {
           const [first, stop] = params(at), last = firstRank(row + 1) - 1;
-          const who = last > firstRank(row) ? `${nameRank(axes, firstRank(row))} to ${nameRank(axes, last)}` : nameRank(axes, last);
+          const who = nameRange(axes, firstRank(row), last);
           const what = stop - first > 1 ? `${names[first]} to ${names[stop - 1]} (${count(stop - first)} parameters)` : names[first];
           const part = share(row, at), amount = held[row * columns + at] / (last + 1 - firstRank(row));
           const text = !known[at] ? "layout not known over these ranks" : !part ? "holds nothing"

@@ -31,6 +31,8 @@ LAYERS = "ds_autoep_layers"
 """Key of the list of layers."""
 INFO = "universal_checkpoint_info"
 """Key of a record that has the list too; only this one is in universal checkpoints that ucp wrote."""
+EXPERT_PATTERNS = "expert_parameter_patterns"
+"""Key of the regular expressions of the stacks' names, in that record too."""
 PARTS = ("w1", "w2", "w3")
 """Projections of an expert: gate, down and up."""
 _ROUTER = ".router.gate.weight"

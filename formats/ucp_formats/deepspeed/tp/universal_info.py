@@ -29,6 +29,7 @@ from ucp.core.layout import Overlap
 from ucp.errors import MalformedError, UnsupportedError, format_count, format_list
 from ucp.io.pickle.fields import Shape, format_value, require_integer, require_mapping, require_sequence, text
 from ucp.io.pickle.values import GlobalName, Stub
+from ucp_formats.deepspeed.read.stacks import EXPERT_PATTERNS, LAYERS
 from ucp_formats.deepspeed.tp.layout import (
     AFFINE_VERSION,
     MisfitError,
@@ -190,7 +191,8 @@ class UniversalCheckpointInfo:
 
     def for_degree(self, parts: int) -> dict[object, object]:
         """The record for another number of ranks: without maps and widths, which hold for one number of ranks only."""
-        info = {key: value for key, value in self._info.items() if key not in (_AFFINE, _WIDTHS)}
+        left_out = (_AFFINE, _WIDTHS, LAYERS, EXPERT_PATTERNS)  # the last two are those of the source's stacks
+        info = {key: value for key, value in self._info.items() if key not in left_out}
         saved = self._info.get(_WIDTHS)
         if isinstance(saved, dict):
             widths: dict[object, object] = dict(saved)

@@ -16,7 +16,7 @@ from ucp.core.topology import Topology
 from ucp.errors import MissingStateError, TopologyError, UnsupportedError, format_list
 from ucp.io.torch_file.draft import FinishedFile
 from ucp_formats.deepspeed.placement import MAPS, PLACEMENT, write_affine_map
-from ucp_formats.deepspeed.read.stacks import INFO, LAYERS, PARTS, ExpertStacks
+from ucp_formats.deepspeed.read.stacks import EXPERT_PATTERNS, INFO, LAYERS, PARTS, ExpertStacks
 from ucp_formats.deepspeed.tp.layout import TensorLayout
 from ucp_formats.deepspeed.write.run import AtomDraft, RunFacts, localize, tag
 
@@ -47,14 +47,7 @@ def place_stacks(facts: RunFacts, wanted: Topology) -> RunFacts:
             f"expected zero=0 or zero=1 for frozen experts of AutoEP; got {wanted}. With ZeRO 2 DeepSpeed restores "
             f"rank 0's on every rank, and with ZeRO 3 it does not save any:\n{format_list(frozen)}"
         )
-    copied = {*index.aliases.values()}
-    copies = {
-        name.replace(".router.", ".gate.", 1): name
-        for layer in stacks.layers
-        for name in index.atoms
-        if name.startswith(f"{layer}.router.") and name not in copied
-    }
-    index = replace(index, groups=_split_groups(index, stacks, wanted.ep), aliases={**index.aliases, **copies})
+    index = replace(index, groups=_split_groups(index, stacks, wanted.ep))
     return replace(facts, index=index, stacks=replace(stacks, ep=wanted.ep, by_rank={}))
 
 
@@ -155,7 +148,7 @@ def record_layers(facts: RunFacts, *, place: int, holders: int) -> dict[str, obj
     info: dict[object, object] = {"universal_checkpoint_version": 0.4}
     if facts.rules is not None:
         info |= facts.rules.for_degree(facts.tp)
-    info |= {"expert_parameter_patterns": [r".*\.experts\.w[123]$"], LAYERS: layers}
+    info |= {EXPERT_PATTERNS: [r".*\.experts\.w[123]$"], LAYERS: layers}
     return {
         "num_experts": [stacks.counts[f"{layer}.experts.w1"] for layer in stacks.layers],
         LAYERS: layers,

@@ -34,7 +34,7 @@ from ucp.transfer.probe import Prober
 from ucp_formats.deepspeed.config import Precision, RunConfig
 from ucp_formats.deepspeed.extras import CarriedExtras
 from ucp_formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, parse_name
-from ucp_formats.deepspeed.read.stacks import INFO, ExpertStacks
+from ucp_formats.deepspeed.read.stacks import EXPERT_PATTERNS, INFO, LAYERS, ExpertStacks
 from ucp_formats.deepspeed.tp.layout import TensorLayout
 from ucp_formats.deepspeed.tp.universal_info import UniversalCheckpointInfo, recorded_layouts
 
@@ -164,6 +164,8 @@ _AS_THE_FAMILY = (
 )
 """Note for layouts that come from a family, not from the source's record."""
 _RECORD = "universal_checkpoint_info"
+_AUTOEP = {"universal_checkpoint_version", LAYERS, EXPERT_PATTERNS}
+"""Its keys in a run with AutoEP, which do not say how tensor-parallel ranks split parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,7 +289,7 @@ def _tensor_rules(
     """
     info = extras.get(_RECORD)
     stated = SourceOptions(options.family or None, Path(options.patterns) if options.patterns else None)
-    record = UniversalCheckpointInfo(info, index.path) if isinstance(info, dict) else None
+    record = UniversalCheckpointInfo(info, index.path) if isinstance(info, dict) and info.keys() - _AUTOEP else None
     if tp == 1 or (record is not None and (stated == SourceOptions() or index.topology.tp > 1)):
         return record, ()
     from ucp_formats.deepspeed.tp.family import FamilyRules, script_arguments  # few runs need one
