@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,16 @@ def test_which_command(folder: Path, ucp: Run) -> None:
 
 def test_start_from_a_hugging_face_model(ucp: Run) -> None:
     assert run_commands("start-from-a-hugging-face-model.md", ucp) == 4
+
+
+def test_instead_of(folder: Path, ucp: Run) -> None:
+    (folder / "other").symlink_to(folder / "megatron")
+    shutil.copytree(ROOT / "fixtures" / "torch" / "verl-fsdp2-dp4" / "checkpoint", "actor")
+    (folder / "actor" / "huggingface").mkdir()
+    (folder / "actor" / "huggingface" / "config.json").write_text('{"model_type": "tiny"}')
+    ucp("convert", "fsdp", "checkpoint", "--to", "dcp", "--set", "style=accelerate")
+    assert run_commands("instead-of.md", ucp) > 15
+    ucp("diff", "back", "model")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
