@@ -157,6 +157,6 @@ def test_every_public_report_shows_itself_in_a_notebook():
 
 def test_a_table_is_aligned_and_has_headings_in_a_notebook(source):
     html = ucp.inspect(source)._repr_html_()
-    assert '<th style="text-align:left">checkpoint</th>' in html
+    assert '<th scope="row" style="text-align:left">checkpoint</th>' in html
     assert '<th scope="col" style="text-align:left">state</th>' in html
     assert re.search(r'<td style="text-align:right">[0-9,]+</td>', html)

@@ -115,7 +115,7 @@ def plan_contents(report: PlanReport) -> Contents:
             )
             for state in dict.fromkeys(state for _, state in report.layouts)
         ),
-        without="Every file that holds it has the full tensor.",
+        without="Every file that holds this state has the full tensor.",
     )
     data = _describe_params(index) | {"sides": [_source_side(index, "The source"), target]}
     bars = _index_bars(index) | {"By file written": _alike_bars(report.files)}
@@ -219,7 +219,7 @@ def _source_side(index: Index, title: str) -> dict[str, Any]:
 
     names = dict.fromkeys(state for _, state, _ in index.states())
     sides = ((state, list(placed(state))) for state in names)
-    without = "Its layout over ranks is not recorded, or it is made of the tensors above."
+    without = "Its layout over ranks is not recorded, or it is made of other tensors (see there)."
     return make_side(title, ((state, column) for state, column in sides if any(column)), without=without)
 
 
@@ -307,7 +307,7 @@ def _describe_layer(layer: LayerReport) -> dict[str, Any]:
         str(expert.number): [
             round(math.log2(signal / middle), 2) if math.isfinite(signal) and signal > 0 < middle else None,
             _number(signal),
-            remarks.get(expert.number, "" if math.isfinite(signal) else "not finite"),
+            remarks.get(expert.number) or ("not finite" if not math.isfinite(signal) else "" if signal else "zero"),
             *([count_text(round(expert.tokens))] if expert.tokens is not None and math.isfinite(expert.tokens) else []),
         ]
         for expert, signal in zip(layer.experts, layer.signal, strict=True)

@@ -130,11 +130,8 @@ def test_objects_that_a_script_registered_get_their_state_or_a_warning(saved, ca
     assert [record.args for record in caplog.records] == [("Counter", "companion/custom_checkpoint_1.pkl")]
 
 
-def test_a_trainer_that_loads_in_another_way_is_refused(monkeypatch):
-    library = ModuleType("transformers")
-    library.__version__ = "4.57"
-    monkeypatch.setitem(sys.modules, "transformers", library)
-    with pytest.raises(UnsupportedError, match=r"4\.57.* _prepare_for_training"):
+def test_a_trainer_that_loads_in_another_way_is_refused():
+    with pytest.raises(UnsupportedError, match="_prepare_for_training"):
         accept_any_checkpoint(SimpleNamespace(train=print, _inner_training_loop=print, _init_training_state=print))
 
 
