@@ -231,6 +231,7 @@ def advise(
     *,
     checkpoint: type_path | None = None,
     trace: type_path | Sequence[float] | None = None,
+    measure: type_path | None = None,
     **run: Range | float | str,
 ) -> ucp.AdviceReport:
     """How often to save a run, and how: the share of time that it makes progress, for several ways of saving.
@@ -241,6 +242,8 @@ def advise(
         A checkpoint of the run, for `params_dense`, `params_expert`, `experts` and `moe_layers`.
     trace
         Times of failures, in seconds from the start of the run: numbers, or a file with one per line.
+    measure
+        A folder in the storage of the run: writes 1 GiB there, which is deleted, for `bandwidth` if that is not given.
     run
         Fields of `ucp.advice.run.Run`, and `gpu_memory`, `host_memory`, `disk` (bytes of all GPUs, hosts and disks
         together) for a memory plan. Numbers, or ranges as text ("2-4"): the report is then a range, too. `iter_time`,
@@ -258,10 +261,13 @@ def advise(
     from ucp.advice.report import advise as advise_run
     from ucp.advice.run import count_params
     from ucp.advice.simulate import parse_trace
+    from ucp.checks.floor import measure_writes
 
     values: dict[str, Range | float | str] = {} if checkpoint is None else {**count_params(inspect(checkpoint))}
     if isinstance(trace, str | os.PathLike):
         trace = parse_trace(str(parse_path(trace)))
+    if measure is not None and "bandwidth" not in run:
+        values["bandwidth"] = measure_writes(parse_path(measure), 1 << 30).bytes_per_second
     return advise_run({**values, **run}, trace=trace)
 
 

@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ucp
-from ucp.advice.models import METHODS, best_interval, ettr, sparse_window
+from ucp.advice.models import METHODS, best_interval, ettr, partial_experts, sparse_window
+from ucp.advice.plot import plot_advice
 from ucp.advice.residency import plan_residency
 from ucp.advice.run import Range, Run
 from ucp.advice.simulate import draw_failures, simulate
+from ucp.checks import floor
 from ucp.errors import MalformedError, UsageError
 
 HOURS = {"2H": 7200, "1H": 3600, "30M": 1800, "20M": 1200, "10M": 600}
@@ -45,6 +47,80 @@ def test_progress_of_moetion_follows_from_its_formula() -> None:
         for window, seconds, stall, mtbf, stated in rows
     ]
     assert (round(min(differences), 3), round(max(differences), 3)) == (-0.014, 0.022)
+
+
+def test_ranges_are_written_in_three_ways() -> None:
+    assert Range.parse("3..12") == Range.parse("3-12") == Range(3, 12)
+    assert Range.parse("1e-3..2e-3") == Range.parse("1e-3-2e-3") == Range(1e-3, 2e-3)
+    assert Range.parse("2GB..4GiB") == Range(2e9, 4 * 1024**3)
+
+
+@settings(max_examples=30)
+@given(st.integers(2, 64), st.floats(1e9, 1e12))
+def test_as_many_experts_are_saved_as_are_copied_without_a_stall(experts: int, copy_bandwidth: float) -> None:
+    run = Run(
+        iter_time=1, mtbf=1e6, params_dense=1e9, params_expert=64e9, experts=experts, bandwidth=1e12,
+        copy_bandwidth=copy_bandwidth, max_plt=1,
+    )  # fmt: skip
+
+    def has_no_stall(k: int) -> bool:
+        return (1e9 + 64e9 * k / experts) * 14 / copy_bandwidth <= run.overlap * run.iter_time
+
+    expected = max((k for k in range(1, experts + 1) if has_no_stall(k)), default=1)
+    assert partial_experts(run).detail == f"{expected} of {experts}"
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"params_expert": "1e15", "experts": 1e12},
+        {"params_expert": 1e18, "experts": 1e9, "moe_layers": 1e9},
+        {"iter_time": 1e-9, "mtbf": 1e18, "bandwidth": 1},
+        {"iter_time": 1e18, "mtbf": 1e-9, "restart": 1e18},
+        {"params_dense": 1e18, "bandwidth": 1e-9, "state_nbytes": 1e18},
+        {"copy_bandwidth": 1e-9, "overlap": 0, "max_plt": 1e-9, "params_expert": 1e18, "experts": 1e18},
+    ],
+)
+@pytest.mark.timeout(60)
+def test_extreme_numbers_are_answered_at_once(extreme: dict[str, float | str]) -> None:
+    known = {"iter_time": 2, "mtbf": 3600, "params_dense": 1e9, "bandwidth": 1e9, **extreme}
+    report = ucp.advise(**known)
+    assert all(0 <= advice.low.ettr <= advice.high.ettr <= 1 for advice in report.methods)
+    assert str(report)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "# none\n", "nan\n", "-1\n2\n", "1\ninf\n", "1\n1e999\n", "0\n", "one\n", "3 4\n"]
+)
+def test_traces_that_are_none_are_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "trace.txt").write_text(text)
+    with pytest.raises(MalformedError):
+        ucp.advise(iter_time=2, params_dense=1e9, bandwidth=1e9, trace=tmp_path / "trace.txt")
+
+
+def test_bandwidth_is_measured_and_progress_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure, sizes = floor.measure_writes, list[int]()
+
+    def measure_less(folder: Path, nbytes: int) -> floor.Rate:
+        sizes.append(nbytes)
+        return measure(folder, floor.WINDOW)
+
+    monkeypatch.setattr(floor, "measure_writes", measure_less)
+    known: dict[str, float | str] = {
+        "iter_time": 2,
+        "mtbf": "3600..7200",
+        "params_dense": 1e9,
+        "params_expert": 7e9,
+        "experts": 8,
+    }
+    report = ucp.advise(**known, measure=tmp_path)
+    assert report.run["bandwidth"].low > 0
+    assert (sizes, [*tmp_path.iterdir()]) == ([1 << 30], [])
+    plot_advice(report, tmp_path / "ways.svg")
+    text = (tmp_path / "ways.svg").read_text()
+    assert all(advice.method in text for advice in report.methods if advice.low.ettr)
+    assert ucp.advise(**known, bandwidth=1e9, measure=tmp_path).run["bandwidth"] == Range(1e9, 1e9)
+    assert len(sizes) == 1
 
 
 RUNS = st.builds(
@@ -149,7 +225,10 @@ def test_ranges_give_ranges_and_say_what_they_leave_open(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "wrong",
     [{"iter_time": "x"}, {"iter_time": 0}, {"bandwith": 3}, {"overlap": 2}, {"mtbf": "4-2"}, {"gpu_memory": 3},
-     {"iter_time": float("nan")}, {"bandwidth": ""}],
+     {"iter_time": float("nan")}, {"bandwidth": ""}, {"mtbf": "2...4"}, {"mtbf": "1..2..3"}, {"mtbf": "4..2"},
+     {"bandwidth": 1e19}, {"bandwidth": float("inf")}, {"iter_time": 1e-10}, {"params_dense": 0}, {"experts": 0},
+     {"params_expert": 7, "experts": 8}, {"overlap": -1}, {"iterations": 0}, {"max_plt": "1e400"}, {"experts": "1TT"},
+     {"gpu_memory": 1, "disk": 1}],
 )  # fmt: skip
 def test_wrong_numbers_are_refused(wrong: dict[str, float | str]) -> None:
     with pytest.raises(UsageError):

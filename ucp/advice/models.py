@@ -13,6 +13,7 @@ written when the run fails is lost, too: the time to write it is added to the pa
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil, sqrt
@@ -57,7 +58,7 @@ def ettr(*, iter_time: float, interval: float, stall: float, recovery: float, mt
 def best_interval(run: Run, *, stall: float, fixed: float, least: int = 1) -> int:
     """The interval with the highest ETTR, `least` or more, if a failure costs half of it and `fixed` seconds.
 
-    The ratio has one maximum, near sqrt(2 x stall x MTBF) / iteration time (Young, Daly).
+    The ratio has one maximum, at sqrt(2 x stall x (MTBF + fixed)) / iteration time (Young, Daly).
     """
 
     def score(interval: int) -> float:
@@ -69,12 +70,8 @@ def best_interval(run: Run, *, stall: float, fixed: float, least: int = 1) -> in
             mtbf=run.mtbf,
         )
 
-    guess = max(least, int(sqrt(2 * stall * (run.mtbf + fixed)) / run.iter_time))
-    while guess > least and score(guess - 1) >= score(guess):
-        guess -= 1
-    while score(guess + 1) > score(guess):
-        guess += 1
-    return guess
+    below = max(least, int(sqrt(2 * stall * (run.mtbf + fixed)) / run.iter_time))
+    return max(below, below + 1, key=score)
 
 
 def full(run: Run) -> Estimate:
@@ -114,7 +111,7 @@ def partial_experts(run: Run) -> Estimate:
         per_param = run.weight_nbytes + run.state_nbytes
         return (run.params_dense + run.params_expert * k / run.experts) * per_param
 
-    k = max((k for k in range(1, run.experts + 1) if run.copy_time(nbytes(k)) <= budget), default=1)
+    k = max(1, bisect_right(range(1, run.experts + 1), budget, key=lambda k: run.copy_time(nbytes(k))))
     estimate = _of_experts(run, k, nbytes(k))
     while estimate.plt > run.max_plt and k < run.experts:
         k = min(2 * k, run.experts)  # Dynamic-K

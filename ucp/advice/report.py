@@ -55,14 +55,14 @@ class AdviceReport(Report):
         best = self.best
         yield facts(
             [
-                ("best", f"{best.method}: {_describe_interval(best)}"),
+                ("best", f"{best.method}: {describe_interval(best)}"),
                 ("progress", f"{_span(best.low.ettr, best.high.ettr)} of the time"),
             ]
         )
         rows = [
             (
                 advice.method,
-                _describe_interval(advice),
+                describe_interval(advice),
                 nbytes_text(advice.low.nbytes) if advice.low.nbytes else "",
                 "" if not advice.low.ettr else seconds_text(advice.low.stall),
                 "" if not advice.low.ettr else seconds_text(advice.low.recovery),
@@ -90,7 +90,8 @@ class AdviceReport(Report):
         yield lines("Notes", self.notes)
 
 
-def _describe_interval(advice: Advice) -> str:
+def describe_interval(advice: Advice) -> str:
+    """How often to save, such as "2 to 3 iterations (14 of 64)"."""
     low, high = sorted((advice.low.interval, advice.high.interval))
     detail = " or ".join(dict.fromkeys(filter(None, (advice.low.detail, advice.high.detail))))
     if not high:

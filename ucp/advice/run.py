@@ -39,10 +39,10 @@ class Range:
 
     @classmethod
     def parse(cls, value: Range | float | str) -> Range:
-        """The range of a number, or of text such as "2-4". Raises UsageError."""
+        """The range of a number, or of text such as "2-4" or "2..4". Raises UsageError."""
         if isinstance(value, Range):
             return value
-        ends = re.split(r"(?<![eE])-", value) if isinstance(value, str) else [value]
+        ends = re.split(r"\.\.|(?<![eE])-", value) if isinstance(value, str) else [value]
         try:
             low, *high = map(_to_number, ends)
             if len(high) > 1:

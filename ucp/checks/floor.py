@@ -70,6 +70,11 @@ def measure_floor(folder: Path, nbytes: int, workers: int) -> Iterator[Rate]:
             yield files.measure("copy, with digests", threads, files.copy_summed)
 
 
+def measure_writes(folder: Path, nbytes: int) -> Rate:
+    """How fast one thread writes a file of `nbytes` in `folder`, until it is on the disk; the file is deleted then."""
+    return next(rate for rate in measure_floor(folder, nbytes, 1) if rate.what == "write and fsync")
+
+
 class _Files:
     """Two files of the same length, one to read and one to write."""
 

@@ -114,8 +114,8 @@ class Reader:
         """
         if self._is_closed:
             raise UsageError("expected a stream that is open; it was closed: stream a new model")
-        data = memoryview(buffer.numpy())  # type: ignore[arg-type]  # an array has the buffer protocol
-        return [self._pool.submit(self._read, blocks, data) for blocks in _group(_cut(ranges))]
+        data = buffer.numpy()
+        return [self._pool.submit(self._read, blocks, memoryview(data)) for blocks in _group(_cut(ranges))]  # type: ignore[arg-type]  # an array has the buffer protocol
 
     def _read(self, ranges: Sequence[ReadRange], data: memoryview) -> int:
         gatherer = Gatherer(sources=Sources(self._files.values()))
@@ -128,6 +128,7 @@ class Reader:
         try:
             gatherer.fill_many(requests)
         finally:  # what failed may have done so because a file changed
+            data.release()  # the pool keeps it a moment longer than the result, in which the buffer is seen as in use
             check_local(self._files[path] for path in gatherer.sources.paths if path in self._files)
             gatherer.sources.close()
         with self._lock:

@@ -8,8 +8,10 @@ from pathlib import Path
 import click
 
 from ucp import api
+from ucp.advice.plot import plot_advice
 from ucp.advice.report import to_document
 from ucp.advice.run import Range
+from ucp.moe.plot import check_plot
 from ucp_cli.options import PATH, as_json, example
 from ucp_cli.pages.render import write, write_json
 
@@ -56,9 +58,21 @@ def takes_numbers(command: Callable[..., None]) -> Callable[..., None]:
 @click.option(
     "--checkpoint", type=PATH, metavar="PATH", help="A checkpoint of the run, for its parameters and experts."
 )
+@click.option(
+    "--measure", type=PATH, metavar="DIR", help="Storage of the run: write 1 GiB there, from here, for --bandwidth."
+)
+@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Also draw the ways' progress (.svg).")
 @click.option("--trace", type=PATH, metavar="FILE", help="Times of failures, seconds from the start, one per line.")
 @as_json
-def command(*, checkpoint: Path | None, trace: Path | None, as_json: bool, **numbers: str | None) -> None:
+def command(
+    *,
+    checkpoint: Path | None,
+    trace: Path | None,
+    measure: Path | None,
+    plot: Path | None,
+    as_json: bool,
+    **numbers: str | None,
+) -> None:
     """Say how often to save a run, and how.
 
     For each way of saving: the best interval, the stall of a save, what a failure costs, and the share of time in which
@@ -69,7 +83,11 @@ def command(*, checkpoint: Path | None, trace: Path | None, as_json: bool, **num
     if "mtbf" in values:
         hours = Range.parse(values["mtbf"])
         values["mtbf"] = Range(hours.low * _HOUR, hours.high * _HOUR)
-    report = api.advise(checkpoint=checkpoint, trace=trace, **values)
+    if plot is not None:
+        check_plot(plot)
+    report = api.advise(checkpoint=checkpoint, trace=trace, measure=measure, **values)
+    if plot is not None:
+        plot_advice(report, plot)
     if as_json:
         write_json(to_document(report))
     else:

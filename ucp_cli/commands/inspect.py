@@ -19,7 +19,7 @@ from ucp_cli.options import PATH, as_html, as_json, example, progress, takes_opt
 from ucp_cli.pages.documents import experts_document, index_document, survey_document
 from ucp_cli.pages.inspect import file_rows, inspect_page, param_page, survey_page
 from ucp_cli.pages.render import table, write, write_json
-from ucp_cli.pages.web.contents import inspect_contents
+from ucp_cli.pages.web.contents import inspect_contents, survey_contents
 from ucp_cli.pages.web.write import write_page
 from ucp_cli.progress import watch
 
@@ -106,6 +106,8 @@ def command(
         if is_of_family or isinstance(error, StaleError):
             raise  # --family, --patterns, --exact or --max-plt may be wrong, not the checkpoint
         survey = api.survey(path)
+        if html is not None:
+            write_page(html, survey_contents(survey, str(error)))
         if as_json:
             write_json(survey_document(survey, str(error)))
         else:

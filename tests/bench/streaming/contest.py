@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 WORKER = Path(__file__).with_name("worker.py")
 WAYS = ("ucp", "disk_offload")
-TOKENS = (1, 128, 512)
+TOKENS = (1, 256)
 _Figures: TypeAlias = dict[str, float]
 
 

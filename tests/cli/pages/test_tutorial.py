@@ -53,4 +53,7 @@ def test_the_commands_of_the_tutorial_on_lost_nodes_run(tmp_path: Path) -> None:
     assert "from storage" not in moved
     (counters,) = (text for command, (text,) in printed.items() if command.startswith("grep bytes"))
     assert counters.count(": 0 bytes from files") == 4
+    received = sorted(int(number) for number in re.findall(r"(\d+) from that of others", counters))
+    assert received[:3] == [0, 0, 0]
+    assert f"{received[3] / 1024:.0f}" in "".join(re.findall(r"^bytes .*", moved, re.MULTILINE))
     assert len((tmp_path / "expected.txt").read_text().splitlines()) == 60

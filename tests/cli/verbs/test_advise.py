@@ -23,3 +23,10 @@ def test_a_checkpoint_tells_the_model(ucp: Run) -> None:
 def test_mistakes(ucp: Run) -> None:
     assert "bandwidth" in ucp("advise", "--iter-time", 1, "--mtbf", 1, code=2).stderr
     assert "'a lot'" in ucp("advise", "--iter-time", "a lot", code=2).stderr
+
+
+def test_a_picture_is_drawn(ucp: Run, tmp_path: Path) -> None:
+    numbers = ("--iter-time", 1, "--mtbf", "3..12", "--bandwidth", "1GB", "--params-dense", "1G")
+    ucp("advise", *numbers, "--plot", tmp_path / "ways.svg")
+    assert "asynchronous" in (tmp_path / "ways.svg").read_text()
+    assert ".txt" in ucp("advise", *numbers, "--plot", tmp_path / "ways.txt", code=2).stderr

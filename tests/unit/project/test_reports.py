@@ -10,6 +10,7 @@ import torch
 from click.testing import CliRunner
 
 import ucp
+from ucp.core.text.page import Report
 from ucp.core.text.units import nbytes_text, seconds_text
 from ucp_cli.verbs import cli
 
@@ -146,3 +147,16 @@ def test_an_index_prints_the_head_of_ucp_inspect(source):
     holed = replace(index, atoms={**index.atoms, atom.name: replace(atom, states=states)})
     assert "complete    NO: see Missing" in str(holed)
     assert f"{atom.name}/weight" in str(holed).partition("\nMissing\n")[2]
+
+
+def test_every_public_report_shows_itself_in_a_notebook():
+    named = [name for name in ucp.__all__ if name.endswith("Report") or name in ("Checkpoint", "Placement", "Stream")]
+    assert len(named) > 10
+    assert [name for name in named if not issubclass(getattr(ucp, name), Report)] == []
+
+
+def test_a_table_is_aligned_and_has_headings_in_a_notebook(source):
+    html = ucp.inspect(source)._repr_html_()
+    assert '<th scope="row" style="text-align:left">checkpoint</th>' in html
+    assert '<th scope="col" style="text-align:left">state</th>' in html
+    assert re.search(r'<td style="text-align:right">[0-9,]+</td>', html)

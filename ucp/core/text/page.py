@@ -117,24 +117,19 @@ def _section_html(section: Section) -> str:
     title, more = (_tag(tag, text) if text else "" for tag, text in (("h4", section.title), ("p", section.more)))
     if section.is_list:
         return f"{title}<ul>{''.join(_tag('li', item) for (item,) in section.rows)}</ul>"
-    sides = [f' style="text-align:{"right" if column.startswith(">") else "left"}"' for column in section.columns]
-    head = [
-        _tag("th", text.removeprefix(">"), f' scope="col"{side}')
-        for text, side in zip(section.columns, sides, strict=True)
-    ]
-    first = "td" if section.columns else "th"  # the label of a fact
-    rows = [
-        "".join(
-            _tag(first if number == 0 else "td", cell, sides[number] if sides else _LEFT)
-            for number, cell in enumerate(row)
-        )
-        for row in section.rows
-    ]
-    return f"{title}<table>{''.join(f'<tr>{row}</tr>' for row in (''.join(head), *rows) if row)}</table>{more}"
+    sides = [_side("right" if column.startswith(">") else "left") for column in section.columns] or [_side("left")] * 2
+    columns = [column.removeprefix(">") for column in section.columns]
+    head = [_tag("th", text, f' scope="col"{side}') for text, side in zip(columns, sides, strict=bool(columns))]
+    rows = [[_tag("td", cell, side) for cell, side in zip(row, sides, strict=True)] for row in section.rows]
+    if not section.columns:  # facts
+        labels = [_tag("th", row[0], f' scope="row"{sides[0]}') for row in section.rows]
+        rows = [[label, *row[1:]] for label, row in zip(labels, rows, strict=True)]
+    return f"{title}<table>{''.join(f'<tr>{row}</tr>' for row in map(''.join, (head, *rows)) if row)}</table>{more}"
 
 
-_LEFT = ' style="text-align:left"'
-"""Notebooks align cells to the right."""
+def _side(side: str) -> str:
+    """The attribute of a cell: notebooks align cells to the right."""
+    return f' style="text-align:{side}"'
 
 
 def _tag(name: str, text: str, attributes: str = "") -> str:

@@ -11,11 +11,11 @@ a round take at most a quarter of its memory for buffers; those that it sends ma
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import add
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from ucp.core.assign import deal
 from ucp.core.index import Fragment, Index
@@ -34,6 +34,8 @@ _PREFIX = "<memory of rank "
 
 _Copies: TypeAlias = tuple[tuple[int, int], ...]
 """Every copy of a box: the rank that has it, and its offset there."""
+_Boxes: TypeAlias = dict[Box, tuple[_Copies, int]]
+"""Box to its copies and its bytes."""
 
 
 @runtime_checkable
@@ -57,16 +59,15 @@ def is_memory(path: str | None) -> bool:
     return path is not None and path.startswith(_PREFIX)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
+class _Request(NamedTuple):
     """A box that a rank needs and does not hold."""
 
     number: int
     """Number of the round."""
-    nbytes: int
-    """Its bytes."""
     copies: _Copies
     """Where it is."""
+    nbytes: int
+    """Its bytes."""
 
 
 def carry_with_memory(
@@ -80,20 +81,21 @@ def carry_with_memory(
 
     `memory`: of this rank; None if no rank has items in memory.
     """
-    in_memory = [number for number, item in enumerate(items) if any(map(_is_in_memory, item.source.fragments))]
-    others = sorted({*range(len(items))} - {*in_memory})
-    traffic = carry([items[number] for number in others], [into[number] for number in others], ranks, options)
+    in_memory = {n: item for n, item in enumerate(items) if any(is_memory(f.path) for f in item.source.fragments)}
+    others = sorted({*range(len(items))} - in_memory.keys())
+    traffic = carry([items[n] for n in others], [into[n] for n in others], ranks, options)
     if memory is None:
         return traffic
-    rounds = run_together(ranks, lambda: list(_plan_rounds(items, in_memory, limit=options.memory // 4)))
-    requests = ranks.share(list(_list_requests(items, rounds, ranks.rank)))
-    sent = _deal_requests(requests)
+    rounds = run_together(ranks, lambda: list(_plan_rounds(in_memory, limit=options.memory // 4)))
+    sent = _deal_requests(ranks.share(list(_list_requests(rounds, ranks.rank))))
     options = replace(options, exchange=Exchange.NEVER, records=())
     for number in range(max(ranks.share(len(rounds)))):
-        numbers = rounds[number] if number < len(rounds) else []
+        of_round = rounds[number] if number < len(rounds) else {}
         received = _swap(sent, number, ranks, memory)
-        resolved = run_together(ranks, partial(_resolve, [items[n] for n in numbers], received, memory, ranks.rank))
-        carried = carry(resolved, [into[n] for n in numbers], ranks, options)
+        resolved = run_together(
+            ranks, partial(_resolve, [items[n] for n in of_round], [*of_round.values()], received, memory, ranks.rank)
+        )
+        carried = carry(resolved, [into[n] for n in of_round], ranks, options)
         nbytes = sum(map(len, received.values()))
         traffic = replace(
             traffic,
@@ -106,12 +108,8 @@ def carry_with_memory(
     return traffic
 
 
-def _is_in_memory(fragment: Fragment) -> bool:
-    return is_memory(fragment.path)
-
-
-def _list_boxes(item: LoadItem) -> dict[Box, _Copies]:
-    """Boxes of which an item needs elements, and their copies."""
+def _list_boxes(item: LoadItem) -> _Boxes:
+    """Boxes of which an item needs elements."""
     copies: dict[Box, _Copies] = {}
     for fragment in item.source.fragments:
         ref = fragment.ref
@@ -119,47 +117,37 @@ def _list_boxes(item: LoadItem) -> dict[Box, _Copies]:
         if any(intersect(fragment.box, pair.global_box) for pair in item.slice.pairs):
             owner = int(ref.path[len(_PREFIX) : -1])
             copies[fragment.box] = (*copies.get(fragment.box, ()), (owner, ref.offset))
-    return copies
+    return {box: (of_box, box.numel * item.source.dtype.itemsize) for box, of_box in copies.items()}
 
 
-def _nbytes_of(item: LoadItem, box: Box) -> int:
-    return box.numel * item.source.dtype.itemsize
-
-
-def _plan_rounds(items: Sequence[LoadItem], in_memory: Sequence[int], *, limit: int) -> Iterator[list[int]]:
-    """Numbers of the items of each round."""
-    numbers: list[int] = []
+def _plan_rounds(in_memory: Mapping[int, LoadItem], *, limit: int) -> Iterator[dict[int, _Boxes]]:
+    """The items of each round, by number, with the boxes that they need."""
+    of_round: dict[int, _Boxes] = {}
     free = limit
-    for number in in_memory:
-        nbytes = sum(_nbytes_of(items[number], box) for box in _list_boxes(items[number]))
-        if nbytes > free and numbers:
-            yield numbers
-            numbers, free = [], limit
-        numbers.append(number)
+    for number, item in in_memory.items():
+        boxes = _list_boxes(item)
+        nbytes = sum(size for _, size in boxes.values())
+        if nbytes > free and of_round:
+            yield of_round
+            of_round, free = {}, limit
+        of_round[number] = boxes
         free -= nbytes
-    if numbers:
-        yield numbers
+    if of_round:
+        yield of_round
 
 
-def _list_requests(items: Sequence[LoadItem], rounds: Sequence[Sequence[int]], rank: int) -> Iterator[_Request]:
+def _list_requests(rounds: Sequence[Mapping[int, _Boxes]], rank: int) -> Iterator[_Request]:
     for number, of_round in enumerate(rounds):
-        boxes = {
-            copies: _nbytes_of(items[item], box)
-            for item in of_round
-            for box, copies in _list_boxes(items[item]).items()
-        }
-        for copies, nbytes in boxes.items():
+        for copies, nbytes in dict.fromkeys(copy for boxes in of_round.values() for copy in boxes.values()):
             if rank not in dict(copies):
-                yield _Request(number=number, nbytes=nbytes, copies=copies)
+                yield _Request(number, copies, nbytes)
 
 
 def _deal_requests(requests: Sequence[Sequence[_Request]]) -> dict[tuple[int, int, int], list[_Request]]:
     """(Round, sender, receiver) to what is sent. `requests`: of every rank. All ranks compute the same."""
     ordered = [(rank, request) for rank, of_rank in enumerate(requests) for request in of_rank]
     ordered.sort(key=lambda entry: len(entry[1].copies))  # least choice first
-    senders = deal(
-        ((owner for owner, _ in request.copies) for _, request in ordered), (request.nbytes for _, request in ordered)
-    )
+    senders = deal((dict(request.copies) for _, request in ordered), (request.nbytes for _, request in ordered))
     sent: dict[tuple[int, int, int], list[_Request]] = defaultdict(list)
     for (rank, request), sender in zip(ordered, senders, strict=True):
         assert sender is not None
@@ -168,46 +156,36 @@ def _deal_requests(requests: Sequence[Sequence[_Request]]) -> dict[tuple[int, in
 
 
 def _swap(
-    sent: dict[tuple[int, int, int], list[_Request]], number: int, ranks: Ranks, memory: Memory
+    sent: Mapping[tuple[int, int, int], Sequence[_Request]], number: int, ranks: Ranks, memory: Memory
 ) -> dict[_Copies, bytes]:
     """Send the boxes of a round. Returns those for this rank. Collective."""
-    peers = range(ranks.count)
-    parts = run_together(
-        ranks,
-        lambda: [
-            _pack(
-                memory.read(dict(request.copies)[ranks.rank], request.nbytes)
-                for request in sent[number, ranks.rank, peer]
-            )
-            for peer in peers
-        ],
-    )
+    import numpy as np
+
+    def pack(peer: int) -> NDArray[Any]:
+        requests = sent.get((number, ranks.rank, peer), ())
+        data = b"".join(memory.read(dict(copies)[ranks.rank], nbytes) for _, copies, nbytes in requests)
+        return np.frombuffer(data.ljust(-(-len(data) // 8) * 8, b"\0"), dtype=np.uint64)
+
+    parts = run_together(ranks, lambda: [pack(peer) for peer in range(ranks.count)])
     received: dict[_Copies, bytes] = {}
-    for peer, part in zip(peers, ranks.swap(parts), strict=True):
+    for peer, part in enumerate(ranks.swap(parts)):
         data, start = part.tobytes(), 0
-        for request in sent[number, peer, ranks.rank]:
-            received[request.copies] = data[start : start + request.nbytes]
-            start += request.nbytes
+        for _, copies, nbytes in sent.get((number, peer, ranks.rank), ()):
+            received[copies] = data[start : start + nbytes]
+            start += nbytes
     return received
 
 
-def _pack(boxes: Iterable[bytes]) -> NDArray[Any]:
-    """The boxes one after another, as numbers of 64 bits."""
-    import numpy as np
-
-    data = b"".join(boxes)
-    return np.frombuffer(data.ljust(-(-len(data) // 8) * 8, b"\0"), dtype=np.uint64)
-
-
-def _resolve(items: Iterable[LoadItem], received: Mapping[_Copies, bytes], memory: Memory, rank: int) -> list[LoadItem]:
-    """The items, with their elements in place of references to memory."""
+def _resolve(
+    items: Sequence[LoadItem], boxes: Sequence[_Boxes], received: Mapping[_Copies, bytes], memory: Memory, rank: int
+) -> list[LoadItem]:
+    """The items, with the elements of their boxes in place of references to memory."""
     resolved = []
-    for item in items:
+    for item, of_item in zip(items, boxes, strict=True):
         fragments = []
-        for box, copies in _list_boxes(item).items():
+        for box, (copies, nbytes) in of_item.items():
             offset = dict(copies).get(rank)
-            data = received[copies] if offset is None else memory.read(offset, _nbytes_of(item, box))
-            ref = InlineTensor(data=data, dtype=item.source.dtype, shape=box.sizes)
-            fragments.append(Fragment(box=box, ref=ref))
+            data = received[copies] if offset is None else memory.read(offset, nbytes)
+            fragments.append(Fragment(box=box, ref=InlineTensor(data=data, dtype=item.source.dtype, shape=box.sizes)))
         resolved.append(replace(item, source=replace(item.source, fragments=tuple(fragments))))
     return resolved

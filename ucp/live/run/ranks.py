@@ -164,7 +164,7 @@ def _translate_lost_peer(members: Sequence[int]) -> Iterator[None]:
     except RuntimeError as error:
         raise PeerLostError(
             f"expected an answer from {_format_ranks(members)}; one of them has ended, or did not answer within the "
-            "timeout of the process group (init_process_group(timeout=...)): every rank has to call load_into. Look at "
+            "timeout of the process group (init_process_group(timeout=...)): all ranks must take part. Look at "
             f"the error of the first process that ended, and start the job again. torch says: {error}"
         ) from error
 

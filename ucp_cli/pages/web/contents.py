@@ -6,14 +6,14 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ucp.core.index import AtomIndex, Index
+from ucp.core.index import AtomIndex, Index, SourceFile
 from ucp.core.layout import Layout
 from ucp.core.text.overview import count_states, overview, remarks
-from ucp.core.text.page import Page, Section
+from ucp.core.text.page import Page, Section, facts, lines
 from ucp.core.text.units import count_text, nbytes_text, printable, shape_text
 from ucp.transfer.differences import Change
 from ucp_cli.pages.inspect import detail_sections, join_alike
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from ucp.checks.verify import DiffReport
     from ucp.conversion.plan_report import PlanReport
     from ucp.moe.report import ExpertsReport, LayerReport
+    from ucp.source.read import Survey
 
 _ALERTS = ("Problems", "Missing", "In doubt", "Warnings")
-"""Titles of sections that say what is wrong."""
+"""Titles of sections that say what is wrong; the page shows them all as problems."""
 
 _LAYER = re.compile(r".*?(?:^|\.)\d+(?=\.|$)")
 """The part of a name up to its first number. Example: "model.layers.3" of model.layers.3.mlp.weight."""
@@ -57,7 +58,8 @@ class Contents:
     @property
     def alerts(self) -> list[Section]:
         """Sections that say what is wrong."""
-        return [part for part in self._sections if part.title in _ALERTS]
+        wrong = [part for part in self._sections if part.title in _ALERTS]
+        return [replace(part, title="") if part.title == _ALERTS[0] else part for part in wrong]
 
     @property
     def head(self) -> list[Section | str]:
@@ -89,6 +91,13 @@ def inspect_contents(index: Index, experts: ExpertsReport | None = None) -> Cont
     return Contents(verb="inspect", subject=index.path, parts=parts, bars=_index_bars(index), data=data)
 
 
+def survey_contents(survey: Survey, problem: str) -> Contents:
+    """The page of a checkpoint that cannot be read. `problem`: why it cannot."""
+    summary = facts([("checkpoint", survey.path), ("format", survey.format), ("evidence", ", ".join(survey.evidence))])
+    bars = {"By file": _file_bars(survey.path, survey.files)}
+    return Contents(verb="inspect", subject=survey.path, parts=[summary, lines("Problems", [problem])], bars=bars)
+
+
 def plan_contents(report: PlanReport) -> Contents:
     """The page of a plan."""
     index = report.source
@@ -106,9 +115,10 @@ def plan_contents(report: PlanReport) -> Contents:
             )
             for state in dict.fromkeys(state for _, state in report.layouts)
         ),
+        without="Every file that holds this state has the full tensor.",
     )
     data = _describe_params(index) | {"sides": [_source_side(index, "The source"), target]}
-    bars = _index_bars(index) | {"By file written": _file_bars(report.files)}
+    bars = _index_bars(index) | {"By file written": _alike_bars(report.files)}
     return Contents(verb="plan", subject=index.path, parts=[*report.page()], bars=bars, data=data)
 
 
@@ -167,7 +177,7 @@ def _describe_params(index: Index) -> dict[str, Any]:
 
 def _look(atom: AtomIndex, group: int | None) -> dict[str, Any]:
     weight = next(iter(atom.states.values()), None)
-    facts = [
+    properties = [
         ("shape", shape_text(atom.global_shape)),
         ("kind", atom.kind.value),
         ("computes in", atom.model_dtype.value if atom.model_dtype else ""),
@@ -178,7 +188,7 @@ def _look(atom: AtomIndex, group: int | None) -> dict[str, Any]:
     ]
     return {
         "label": f"{shape_text(atom.global_shape)} {weight.dtype if weight else ''}",
-        "facts": [(label, printable(text)) for label, text in facts if text],
+        "facts": [(label, printable(text)) for label, text in properties if text],
         "rows": [
             (printable(name), state.dtype.value, shape_text(state.global_shape), nbytes_text(state.nbytes))
             for name, state in atom.states.items()
@@ -209,7 +219,8 @@ def _source_side(index: Index, title: str) -> dict[str, Any]:
 
     names = dict.fromkeys(state for _, state, _ in index.states())
     sides = ((state, list(placed(state))) for state in names)
-    return make_side(title, ((state, column) for state, column in sides if any(column)))
+    without = "Its layout over ranks is not recorded, or it is made of other tensors (see there)."
+    return make_side(title, ((state, column) for state, column in sides if any(column)), without=without)
 
 
 def _index_bars(index: Index) -> dict[str, list[Bar]]:
@@ -218,15 +229,18 @@ def _index_bars(index: Index) -> dict[str, list[Bar]]:
     for tally in tallies:
         dtypes[tally.dtype.value] += tally.nbytes
         states[tally.state] += tally.nbytes
-    root = f"{index.path.rstrip('/')}/"
     return {
         "By dtype": _bars(dtypes),
         "By state": _bars(states),
-        "By file read": _file_bars({file.path.removeprefix(root): file.nbytes for file in index.files}),
+        "By file read": _file_bars(index.path, index.files),
     }
 
 
-def _file_bars(files: Mapping[str, int]) -> list[Bar]:
+def _file_bars(root: str, files: Iterable[SourceFile]) -> list[Bar]:
+    return _alike_bars({file.path.removeprefix(f"{root.rstrip('/')}/"): file.nbytes for file in files})
+
+
+def _alike_bars(files: Mapping[str, int]) -> list[Bar]:
     """Bars of files; where there are many, those whose names differ in numbers only are one."""
     if len(files) <= _MOST_BARS:
         return _bars(files)
@@ -293,7 +307,7 @@ def _describe_layer(layer: LayerReport) -> dict[str, Any]:
         str(expert.number): [
             round(math.log2(signal / middle), 2) if math.isfinite(signal) and signal > 0 < middle else None,
             _number(signal),
-            remarks.get(expert.number, "" if math.isfinite(signal) else "not finite"),
+            remarks.get(expert.number) or ("not finite" if not math.isfinite(signal) else "" if signal else "zero"),
             *([count_text(round(expert.tokens))] if expert.tokens is not None and math.isfinite(expert.tokens) else []),
         ]
         for expert, signal in zip(layer.experts, layer.signal, strict=True)

@@ -38,7 +38,7 @@ class HolderTable:
         """Axes with their degrees, outermost first, and the layout over them in words."""
         self.profiles: list[dict[str, Any]] = []
         """`mesh`; `runs` (first rank, count, elements of each); `boxes` (offsets, sizes, runs of ranks), if drawn."""
-        self._known: dict[tuple[Layout, Shape], int] = {}
+        self._numbers: dict[tuple[Layout, Shape], int] = {}
         self._mesh_numbers: dict[object, int] = {}
         self._cuts: dict[tuple[AxisLayout, Shape], list[tuple[int, Shape]]] = {}
         self._near: dict[tuple[str, int], int] = {}
@@ -51,17 +51,16 @@ class HolderTable:
 
     def add(self, layout: Layout, shape: Shape) -> int:
         """Number of the profile of a tensor; UNKNOWN if its layout has no axes, or if there are too many shards."""
-        known = self._known.get((layout, shape))
-        if known is not None:
-            return known
+        if (layout, shape) in self._numbers:
+            return self._numbers[layout, shape]
         number = UNKNOWN
         if layout.all_axes and not self.is_cut_short:
-            held = self._count_held(layout, shape)
+            numels = self._count_elements(layout, shape)
             number = len(self.profiles)
             self.profiles.append(
-                {"mesh": self._mesh(layout), "runs": _to_runs(held), **self._draw(layout, shape, [*held])}
+                {"mesh": self._mesh(layout), "runs": _to_runs(numels), **self._draw(layout, shape, [*numels])}
             )
-        self._known[layout, shape] = number
+        self._numbers[layout, shape] = number
         return number
 
     def _mesh(self, layout: Layout) -> int:
@@ -71,19 +70,19 @@ class HolderTable:
             self.meshes.append({"axes": axes, "lines": layout.lines})
         return number
 
-    def _count_held(self, layout: Layout, shape: Shape) -> dict[int, int]:
+    def _count_elements(self, layout: Layout, shape: Shape) -> dict[int, int]:
         """Rank to elements that it holds. Ranks are numbered over the axes of the layout, the first axis slowest."""
-        held = {0: shape}
+        shapes = {0: shape}
         for axis in layout.axes:
-            held = self._cut_all(held, axis)
-        held = {rank: (prod(local),) for rank, local in held.items()}
+            shapes = self._cut_all(shapes, axis)
+        shapes = {rank: (prod(local),) for rank, local in shapes.items()}
         for axis in layout.flat:
-            held = self._cut_all(held, axis)
-        return {rank: prod(local) for rank, local in sorted(held.items())}
+            shapes = self._cut_all(shapes, axis)
+        return {rank: prod(local) for rank, local in sorted(shapes.items())}
 
-    def _cut_all(self, held: dict[int, Shape], axis: AxisLayout) -> dict[int, Shape]:
+    def _cut_all(self, shapes: dict[int, Shape], axis: AxisLayout) -> dict[int, Shape]:
         return {
-            rank * axis.parts + part: local for rank, shape in held.items() for part, local in self._cut(axis, shape)
+            rank * axis.parts + part: local for rank, shape in shapes.items() for part, local in self._cut(axis, shape)
         }
 
     def _cut(self, axis: AxisLayout, shape: Shape) -> list[tuple[int, Shape]]:
@@ -95,14 +94,14 @@ class HolderTable:
         cut = self._cuts.get((axis, shape))
         if cut is not None:
             return cut
-        cut, found, near = [], 0, self._near.get((axis.axis, axis.parts), 0)
+        cut, covered, near = [], 0, self._near.get((axis.axis, axis.parts), 0)
         for part in (*range(near, axis.parts), *range(near)):
             self._shards_left -= 1
             shard = locate_shard(Layout((axis,)), shape, coords={axis.axis: part})
             if shard.numel:
                 cut.append((part, shard.local_shape))
-                found += shard.numel
-                if axis.pattern.overlap is Overlap.EXCLUSIVE and found == prod(shape):
+                covered += shard.numel
+                if axis.pattern.overlap is Overlap.EXCLUSIVE and covered == prod(shape):
                     break
         if cut:
             self._near[axis.axis, axis.parts] = cut[-1][0]
@@ -130,7 +129,7 @@ class HolderTable:
         for rank in ranks:
             for placed in place(shown, shape, coords=_coords(shown, rank)):
                 holders.setdefault((placed.box.offsets, placed.box.sizes), {})[rank] = 0
-        boxes = [[[*o], [*s], [run[:2] for run in _to_runs(held)]] for (o, s), held in holders.items() if prod(s)]
+        boxes = [[[*o], [*s], [run[:2] for run in _to_runs(who)]] for (o, s), who in holders.items() if prod(s)]
         depth = len(shown.all_axes)
         return {"boxes": boxes, "note": note, **({"depth": depth} if depth < len(layout.all_axes) else {})}
 
@@ -146,10 +145,10 @@ def _coords(layout: Layout, rank: int) -> dict[str, int]:
     return coords
 
 
-def _to_runs(held: dict[int, int]) -> list[list[int]]:
-    """Consecutive ranks with equal numbers of elements as one run: first rank, count, elements. `held` is sorted."""
+def _to_runs(numels: dict[int, int]) -> list[list[int]]:
+    """Consecutive ranks with equal numbers of elements as one run: first rank, count, elements. `numels` is sorted."""
     runs: list[list[int]] = []
-    for rank, numel in held.items():
+    for rank, numel in numels.items():
         if runs and rank == runs[-1][0] + runs[-1][1] and numel == runs[-1][2]:
             runs[-1][1] += 1
         else:
@@ -157,8 +156,13 @@ def _to_runs(held: dict[int, int]) -> list[list[int]]:
     return runs
 
 
-def make_side(title: str, tensors: Iterable[tuple[str, list[tuple[Layout, Shape] | None]]]) -> dict[str, Any]:
-    """Who holds what on one side of a page. `tensors`: for each state, the layout and shape of each parameter."""
+def make_side(
+    title: str, tensors: Iterable[tuple[str, list[tuple[Layout, Shape] | None]]], *, without: str
+) -> dict[str, Any]:
+    """Who holds what on one side of a page. `tensors`: for each state, the layout and shape of each parameter.
+
+    `without`: what the page says of a parameter without a layout.
+    """
     table = HolderTable()
     distinct: list[list[tuple[Layout, Shape] | None]] = []
     states: dict[str, int] = {}
@@ -169,6 +173,7 @@ def make_side(title: str, tensors: Iterable[tuple[str, list[tuple[Layout, Shape]
     columns = [[UNKNOWN if item is None else table.add(*item) for item in placed] for placed in distinct]
     return {
         "title": title,
+        "without": without,
         "states": states,
         "columns": columns,
         "meshes": table.meshes,

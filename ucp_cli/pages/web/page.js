@@ -153,16 +153,9 @@
 
     /** A name with the places marked that match. */
     function emphasise(name, words) {
-      const lower = name.toLowerCase();
-      const at = words.map((word) => [lower.indexOf(word), word.length]).sort((a, b) => a[0] - b[0]);
-      const parts = [];
-      let end = 0;
-      for (const [start, length] of at) {
-        if (start < end) continue;
-        parts.push(name.slice(end, start), make("mark", {}, name.slice(start, start + length)));
-        end = start + length;
-      }
-      return [...parts, name.slice(end)];
+      const pattern = words.map((word) => word.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")).join("|");
+      const parts = name.split(new RegExp(`(${pattern})`, "i"));
+      return parts.map((part, place) => (place % 2 ? make("mark", {}, part) : part));
     }
 
     const lowered = names.map((name) => name.toLowerCase());
@@ -213,21 +206,19 @@
 
   const sides = (data.sides || []).filter((side) => side.profiles.length);
 
-  /** Coordinates of a rank over the first `depth` axes, in words. */
-  function nameRank(axes, rank, depth = axes.length) {
-    const words = [];
-    for (const [axis, parts] of axes.slice(0, depth).reverse()) {
-      words.unshift(`${axis} ${rank % parts}`);
-      rank = Math.floor(rank / parts);
-    }
-    return words.join(", ");
+  const countRanks = (axes) => axes.reduce((product, [, parts]) => product * parts, 1);
+
+  function coordsOf(axes, rank) {
+    return axes.map(([, parts], place) => Math.floor(rank / countRanks(axes.slice(place + 1))) % parts);
   }
 
-  function nameRuns(axes, runs, depth) {
-    const words = runs.slice(0, 4).map(([first, number]) =>
-      number === 1 ? nameRank(axes, first, depth)
-        : `${nameRank(axes, first, depth)} to ${nameRank(axes, first + number - 1, depth)}`);
-    return words.join("; ") + (runs.length > 4 ? ` and ${count(runs.length - 4)} more` : "");
+  /** Coordinates of a rank over the first `depth` axes, in words. */
+  function nameRank(axes, rank, depth) {
+    return coordsOf(axes.slice(0, depth), rank).map((coord, place) => `${axes[place][0]} ${coord}`).join(", ");
+  }
+
+  function nameRange(axes, first, last) {
+    return last > first ? `${nameRank(axes, first)} to ${nameRank(axes, last)}` : nameRank(axes, first);
   }
 
   /** What the ranks that hold the same elements have in common, e.g. "tp 1 (4 ranks)". */
@@ -290,12 +281,12 @@
   function drawLayout(side, profile, shape) {
     const caption = make("figcaption", {}, make("strong", {}, side.title), make("br"));
     if (!profile) {
-      caption.append("Not cut over ranks: each file that holds it has the full tensor.");
+      caption.append(side.without);
       return make("figure", {}, caption);
     }
     const mesh = side.meshes[profile.mesh];
     caption.append(...mesh.lines.flatMap((line) => [line, make("br")]));
-    const held = profile.runs.map(([first, number, numel]) => [nameRuns(mesh.axes, [[first, number]]), count(numel)]);
+    const held = profile.runs.map(([first, number, numel]) => [nameRange(mesh.axes, first, first + number - 1), count(numel)]);
     const list = make("details", {}, make("summary", {}, "Elements of each rank"),
       make("div", { tabindex: "0" }, makeTable(["ranks", ">elements of each"], held.slice(0, 1000))));
     if (!profile.boxes) {
@@ -314,12 +305,11 @@
       const along = (dim, pixels) => dim === undefined ? [0, pixels]
         : [offsets[dim] / length(dim) * pixels, sizes[dim] / length(dim) * pixels];
       const [x, w] = along(columns, width), [y, h] = along(rows, height);
-      const who = nameRuns(mesh.axes, runs, profile.depth);
+      const who = nameHolders(mesh.axes, runs, profile.depth);
       const box = `[${offsets.map((low, dim) => `${low}:${low + sizes[dim]}`).join(", ")}]`;
       const group = make("g", {}, make("title", {}, `${who}: ${box}`),
         make("rect", { x: x + 1, y: y + 1, width: w, height: h, "--hue": (runs[0][0] * 47 + 210) % 360 }));
-      const text = nameHolders(mesh.axes, runs, profile.depth);
-      if (w > 6.2 * text.length && h > 13) group.append(make("text", { x: x + 6, y: y + Math.min(h / 2 + 4, 15) }, text));
+      if (w > 6.2 * who.length && h > 13) group.append(make("text", { x: x + 6, y: y + Math.min(h / 2 + 4, 15) }, who));
       svg.append(group);
     }
     const sizes = shown.map((dim) => `dim ${dim}: ${count(shape[dim])}`);
@@ -340,13 +330,15 @@
     });
   }
 
+  const cached = (values, key, compute) => (values.has(key) ? values : values.set(key, compute())).get(key);
+
   const mix = (from, to, share) => from.map((value, at) => Math.round(value + (to[at] - value) * share));
 
   const GUTTER = 120;
 
   /**
-   * A grid of coloured cells that is read with the mouse or the arrow keys. `grid`: rows, columns, colour(row, column),
-   * describe(row, column), act(row, column), rowLabel(row), columnLabels [[column, text]], marked (a column).
+   * A grid of coloured cells that is read with the mouse or the arrow keys. `grid`: rows, columns, colour(row, column, palette),
+   * describe(row, column), act(row, column), rowLabel(row), columnLabels [[column, text]], marked (a column), palette (names).
    */
   function makeMap(place, label, legend) {
     const canvas = make("canvas", { tabindex: "0", role: "application", "aria-label": label, "aria-roledescription": "map" });
@@ -396,10 +388,10 @@
       const context = canvas.getContext("2d"), [ink, soft, accent, back] = colours("ink", "soft", "accent", "back").map((c) => `rgb(${c})`);
       if (!map.image) {
         map.image = new OffscreenCanvas(columns, rows);
-        const pixels = new ImageData(columns, rows);
+        const pixels = new ImageData(columns, rows), palette = colours(...map.grid.palette);
         for (let row = 0; row < rows; row += 1) {
           for (let column = 0; column < columns; column += 1) {
-            const colour = map.grid.colour(row, column);
+            const colour = map.grid.colour(row, column, palette);
             if (colour) pixels.data.set([...colour, 255], 4 * (row * columns + column));
           }
         }
@@ -457,7 +449,7 @@
     }
     const map = makeMap(place, "Ranks by parameters", [
       ["var(--back)", "nothing"], ["color-mix(in srgb, var(--low), var(--high) 30%)", "a part"], ["var(--high)", "the full tensor"],
-      ["var(--line)", "its layout over these ranks is not known"]]);
+      ["var(--line)", "no layout over these ranks"]]);
     let side = sides[0], state = "", mesh = 0, from = 0, to = names.length;
 
     /** Meshes of a side that are not part of another. */
@@ -494,56 +486,46 @@
 
     /** Amounts that ranks hold of parameters, with neighbouring ranks and parameters taken together. */
     function makeGrid(axes) {
-      const ranks = axes.reduce((product, [, parts]) => product * parts, 1);
+      const ranks = countRanks(axes);
       const rows = Math.min(ranks, ROWS), columns = Math.min(to - from, COLUMNS);
       const firstRank = (row) => Math.ceil(row * ranks / rows), firstParam = (column) => from + Math.ceil(column * (to - from) / columns);
       const spread = new Map(); // mesh of a profile -> for each of its ranks, [row, number of ranks] that have its coordinates
       const vectors = new Map(); // profile -> elements in each row
-      const held = new Float64Array(rows * columns), whole = new Float64Array(columns), known = new Uint8Array(columns);
+      const held = new Float64Array(rows * columns), whole = new Float64Array(columns), known = new Uint8Array(columns), elsewhere = new Uint8Array(columns);
 
-      function spreadOf(number) {
-        if (spread.has(number)) return spread.get(number);
-        const inner = side.meshes[number].axes;
+      function spreadRanks(inner) {
         const at = inner.map(([axis, parts]) => axes.findIndex((a) => a[0] === axis && a[1] === parts));
-        if (at.includes(-1)) {
-          spread.set(number, null);
-          return null;
-        }
-        const places = Array.from({ length: inner.reduce((product, [, parts]) => product * parts, 1) }, () => new Map());
+        if (at.includes(-1)) return null;
+        const places = Array.from({ length: countRanks(inner) }, () => new Map());
         for (let rank = 0; rank < ranks; rank += 1) {
-          const coords = [];
-          for (let rest = rank, axis = axes.length - 1; axis >= 0; rest = Math.floor(rest / axes[axis][1]), axis -= 1) coords[axis] = rest % axes[axis][1];
-          const own = inner.reduce((index, [, parts], position) => index * parts + coords[at[position]], 0);
-          const row = Math.floor(rank * rows / ranks);
-          places[own].set(row, (places[own].get(row) || 0) + 1);
+          const coords = coordsOf(axes, rank), row = Math.floor(rank * rows / ranks);
+          const rowsOfRank = places[inner.reduce((index, [, parts], place) => index * parts + coords[at[place]], 0)];
+          rowsOfRank.set(row, (rowsOfRank.get(row) || 0) + 1);
         }
-        spread.set(number, places.map((rowsOfRank) => [...rowsOfRank]));
-        return spread.get(number);
+        return places.map((rowsOfRank) => [...rowsOfRank]);
       }
 
-      function vectorOf(number) {
-        if (vectors.has(number)) return vectors.get(number);
-        const profile = side.profiles[number], places = spreadOf(profile.mesh);
-        const amounts = new Map();
-        for (const [first, length, numel] of places ? profile.runs : []) {
+      function addUp({ mesh: number, runs }) {
+        const places = cached(spread, number, () => spreadRanks(side.meshes[number].axes)), amounts = new Map();
+        for (const [first, length, numel] of places ? runs : []) {
           for (let rank = first; rank < first + length; rank += 1) {
             for (const [row, ranksThere] of places[rank]) amounts.set(row, (amounts.get(row) || 0) + numel * ranksThere);
           }
         }
-        const vector = places && [...amounts];
-        vectors.set(number, vector);
-        return vector;
+        return places && [...amounts];
       }
 
       const column = side.columns[side.states[state]];
       for (let number = from; number < to; number += 1) {
-        const at = Math.floor((number - from) * columns / (to - from)), vector = column[number] < 0 ? null : vectorOf(column[number]);
+        const at = Math.floor((number - from) * columns / (to - from)), profile = column[number];
+        if (profile < 0) continue;
+        const vector = cached(vectors, profile, () => addUp(side.profiles[profile]));
+        (vector ? known : elsewhere)[at] = 1;
         if (!vector) continue;
-        known[at] = 1;
         whole[at] += lookOf(number).sizes[state] || 0;
         for (const [row, amount] of vector) held[row * columns + at] += amount;
       }
-      const [low, high, unknown] = colours("low", "high", "line"), span = Math.log2(2 * ranks);
+      const span = Math.log2(2 * ranks);
       const share = (row, at) => whole[at] ? held[row * columns + at] / (firstRank(row + 1) - firstRank(row)) / whole[at] : 0;
       const labels = [];
       for (let at = 0, last = ""; at < columns; at += 1) {
@@ -554,20 +536,21 @@
       }
       const params = (at) => [firstParam(at), Math.min(to, firstParam(at + 1))];
       return {
-        rows, columns, columnLabels: labels,
+        rows, columns, columnLabels: labels, palette: ["low", "high", "line"],
         marked: chosen >= from && chosen < to ? Math.floor((chosen - from) * columns / (to - from)) : -1,
         rowLabel: (row) => nameRank(axes, firstRank(row)),
-        colour: (row, at) => {
+        colour: (row, at, [low, high, unknown]) => {
           const part = share(row, at);
           if (!known[at]) return unknown;
           return part > 0 ? mix(low, high, Math.min(1, Math.max(0.08, 1 + Math.log2(part) / span))) : null;
         },
         describe: (row, at) => {
           const [first, stop] = params(at), last = firstRank(row + 1) - 1;
-          const who = last > firstRank(row) ? `${nameRank(axes, firstRank(row))} to ${nameRank(axes, last)}` : nameRank(axes, last);
+          const who = nameRange(axes, firstRank(row), last);
           const what = stop - first > 1 ? `${names[first]} to ${names[stop - 1]} (${count(stop - first)} parameters)` : names[first];
           const part = share(row, at), amount = held[row * columns + at] / (last + 1 - firstRank(row));
-          const text = !known[at] ? "layout not known over these ranks" : !part ? "holds nothing"
+          if (!known[at]) return `${what}: ${elsewhere[at] ? "It lies over other ranks: choose them above." : side.without}`;
+          const text = !part ? "holds nothing"
             : `${last > firstRank(row) ? "each holds on average" : "holds"} ${count(Math.round(amount))} elements of ${state}, ${(100 * part).toPrecision(3)} %`;
           return `${who}: ${text}. ${what}`;
         },
@@ -594,15 +577,15 @@
   function startExperts() {
     const { layers, signal } = data.experts, columns = Math.max(...layers.map((layer) => layer.count));
     const map = makeMap($("experts-map"), "Layers by experts", [["var(--cold)", `1/16 of the layer's median ${signal}, or less`],
-      ["var(--middle)", "the median"], ["var(--warm)", "16 times, or more"], ["var(--dead)", "dead"], ["var(--back)", "no such expert"]]);
+      ["var(--middle)", "the median"], ["var(--warm)", "16 times, or more"], ["var(--dead)", "dead"], ["var(--bad)", "not finite"], ["var(--back)", "no such expert"]]);
     const numbers = Array.from({ length: columns }, (_, number) => [number, String(number)]);
     map.show({
-      rows: layers.length, columns, marked: -1, columnLabels: numbers,
+      rows: layers.length, columns, marked: -1, columnLabels: numbers, palette: ["cold", "middle", "warm", "dead", "bad"],
       rowLabel: (row) => layers[row].label.replace(/^(.*?)(\d+)\..*$/, "layer $2"),
-      colour: (row, column) => {
-        const cell = layers[row].cells[column], [cold, middle, warm, dead] = colours("cold", "middle", "warm", "dead");
+      colour: (row, column, [cold, middle, warm, dead, bad]) => {
+        const cell = layers[row].cells[column];
         if (!cell) return null;
-        if (cell[0] === null) return dead;
+        if (cell[0] === null) return { dead, zero: dead, "not finite": bad }[cell[2]] || warm;
         return mix(middle, cell[0] < 0 ? cold : warm, Math.min(1, Math.abs(cell[0]) / 4));
       },
       describe: (row, column) => {

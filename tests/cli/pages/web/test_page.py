@@ -82,6 +82,21 @@ def test_a_plan_has_both_layouts(ucp: Run, zero3: Path, tmp_path: Path) -> None:
     assert min(target["columns"][target["states"]["exp_avg"]]) == -1, "frozen parameters have no such state"
 
 
+def test_a_tensor_that_is_made_of_others_has_no_layout_of_its_own(ucp: Run, tmp_path: Path) -> None:
+    llama = FIXTURES.parent / "megatron" / "llama-tp2-pp2-dp2-full" / "checkpoint"
+    asked = ("--to", "deepspeed", "--names", "huggingface", "--topology", "dp=2,tp=2,zero=1")
+    ucp("plan", llama, *asked, "--html", tmp_path / "p.html")
+    data = Parsed(tmp_path / "p.html").data
+    source, target = data["sides"]
+    column, number = (
+        source["columns"][source["states"]["weight"]],
+        names(data).index("model.layers.0.self_attn.q_proj.weight"),
+    )
+    assert column[number] == -1
+    assert "linear_qkv" in dict(data["looks"][data["look"][number]]["facts"])["made of"]
+    assert min(target["columns"][target["states"]["weight"]]) >= 0, "names of the target"
+
+
 def test_a_diff_has_norms(ucp: Run, tmp_path: Path) -> None:
     values = torch.arange(12, dtype=torch.float32).reshape(3, 4)
     for name, plus in (("a", 0.0), ("b", 2.0)):
@@ -120,6 +135,16 @@ def test_equal_checkpoints_have_a_page(ucp: Run, zero3: Path, tmp_path: Path) ->
     page = Parsed(tmp_path / "d.html")
     assert page.data["names"] == []
     assert "equal; " in page.text
+
+
+def test_a_checkpoint_that_cannot_be_read_has_a_page(ucp: Run, copy: Path, tmp_path: Path) -> None:
+    for file in copy.rglob("*model_states.pt"):
+        file.write_bytes(b"not a checkpoint")
+    outcome = ucp("inspect", copy, "--html", tmp_path / "i.html", code=1)
+    page = Parsed(tmp_path / "i.html")
+    assert outcome.stderr.removeprefix("Error: ").splitlines()[0] in page.text
+    assert "zero_pp_rank_3_mp_rank_00_model_states.pt" in page.text
+    assert page.data == {}
 
 
 def test_the_experts_are_on_the_page(ucp: Run, tmp_path: Path) -> None:

@@ -266,6 +266,24 @@ def test_a_step_that_is_done_again_replaces_its_snapshot(tmp_path: Path) -> None
     assert (report.nbytes_read, report.nbytes_exchanged) == (0, 0)
 
 
+def test_the_scheduler_is_of_the_step_of_the_snapshot(tmp_path: Path) -> None:
+    memory = ucp.Snapshots()
+    model, optimizer = make_model([0, 1], 3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+    ucp.save(model, optimizer, None, tmp_path / "step3", step=3, scheduler=scheduler)
+    optimizer.zero_grad()
+    for step in (4, 5, 6):
+        optimizer.step()
+        scheduler.step()
+        if step < 6:  # the last step is lost
+            memory.take(model, optimizer, None, step=step, scheduler=scheduler)
+    model, optimizer = make_model([0, 1], 99)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+    report = ucp.load_into(model, tmp_path / "step3", optimizer=optimizer, scheduler=scheduler, snapshots=memory)
+    assert (report.step, scheduler.last_epoch) == (5, 2)
+    assert scheduler.get_last_lr() == [group["lr"] for group in optimizer.param_groups] == [pytest.approx(0.25 / 10)]
+
+
 @pytest.mark.parametrize(
     ("before", "left", "after"),
     [

@@ -210,6 +210,19 @@ def test_gradients_are_those_of_the_whole_model(tmp_path: Path) -> None:
         assert torch.equal(inputs[0].grad, inputs[1].grad)  # type: ignore[arg-type]  # computed above
 
 
+@torch.enable_grad()  # type: ignore[untyped-decorator]  # torch's own
+@pytest.mark.parametrize("kind", ["", "rows", "modules"])
+def test_a_pass_with_gradients_enabled_keeps_no_layer(kind: str, tmp_path: Path) -> None:
+    model = Model(kind)
+    streamed = Model(kind)
+    stream = ucp.stream(streamed, save(model, tmp_path), cache_nbytes=1)
+    before = [slot.host.data_ptr() for slot in stream._ring._slots]
+    outputs = [streamed(torch.ones(2, 3, dtype=torch.long)) for _ in range(3)]
+    assert not any(output.requires_grad for output in outputs)
+    assert [slot.host.data_ptr() for slot in stream._ring._slots] == before
+    stream.close()
+
+
 def test_rows_are_indexed_as_tensors_are(tmp_path: Path) -> None:
     model = Model("rows")
     with torch.device("meta"):
