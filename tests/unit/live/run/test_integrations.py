@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -19,6 +21,7 @@ from ucp.integrations.ray_train import resume
 from ucp.integrations.run import find_base, load_run
 from ucp.integrations.transformers import accept_any_checkpoint
 
+PAGE = Path(__file__).parents[4] / "docs" / "how-to" / "resume-in-a-client.md"
 STEPS = 4
 LIBRARIES = {"transformers": "", "accelerate": "", "lightning": "ResumeFrom", "torchtitan": "ResumingManager"}
 """Module of `ucp.integrations`: its class that derives from one of the library."""
@@ -65,6 +68,12 @@ def test_modules_are_imported_without_their_libraries_which_one_message_asks_for
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     printed = done.stdout.splitlines()
     assert [line.rpartition(" ")[2] for line in printed] == ["lightning", "torchtitan", "ray"]
+
+
+def test_the_page_imports_what_is_there():
+    imports = re.findall(r"from (ucp\.integrations\.\w+) import (\w+)", PAGE.read_text())
+    assert {module.rpartition(".")[2] for module, _ in imports} == {*LIBRARIES, "ray_train"}
+    assert all(hasattr(import_module(module), name) for module, name in imports)
 
 
 def test_a_class_of_a_library_that_is_there_is_that_class():
