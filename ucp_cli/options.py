@@ -129,7 +129,7 @@ _DETAILS: dict[str, dict[str, Any]] = {
     "max_plt": {"type": _raise_bad_parameter(parse_share)},
     "memory": {"type": parse_memory_option},
     "fsync": {"callback": lambda *call: not call[2]},
-    **{name: {"type": PATH} for name in ("rename", "patterns", "shapes_from", "param_order", "scratch")},
+    **{name: {"type": PATH} for name in ("rename", "patterns", "placement", "shapes_from", "param_order", "scratch")},
 }
 """Argument to its click settings that `Option` does not have."""
 

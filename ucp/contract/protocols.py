@@ -151,6 +151,8 @@ class Target(Protocol):
     """Formats whose extras it writes under unchanged keys."""
     takes_replicas: bool = False
     """Whether its runs may hold replicas of shards: `dp_replicate` and `dp_shard` of a topology (HSDP)."""
+    takes_placement: bool = False
+    """Whether its files depend on which experts a rank holds: `placement` of a topology."""
 
     def takes_family(self, topology: Topology | None) -> bool:
         """Whether it uses the rules of a model family; --family and --patterns may then be meant for it alone."""

@@ -13,6 +13,7 @@ from typing import Literal, ParamSpec, TypedDict, TypeVar
 from ucp.contract.protocols import ParamOrderLike
 from ucp.conversion.option import DtypeLike, MemoryLike, Option, PartLike, TopologyLike, type_path
 from ucp.conversion.options import OPTIONS
+from ucp.core.topology import PlacesExperts
 from ucp.errors import UcpError, nearest
 
 P = ParamSpec("P")
@@ -72,6 +73,7 @@ class PlanArguments(LoadArguments, total=False):
 
     to: str
     topology: TopologyLike | None
+    placement: PlacesExperts | type_path | None
     layout: str
     virtual: bool
     compress: bool

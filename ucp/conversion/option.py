@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from os import PathLike
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ucp.contract.protocols import ParamOrder, ParamOrderLike
 from ucp.core.tensor import DType
-from ucp.core.topology import Topology
+from ucp.core.topology import PlacesExperts, Topology
 from ucp.errors import UsageError
 from ucp.io.folder import parse_path
 from ucp.transfer.plan.tasks import Share
@@ -110,6 +110,21 @@ def parse_topology(topology: object) -> Topology:
     if not isinstance(topology, str):
         raise UsageError(f"expected a topology as ucp.Topology, a dict, or text like dp=4,zero=3; got {topology!r}")
     return Topology.parse(topology)
+
+
+def parse_placement(placement: object) -> PlacesExperts | Path:
+    """A placement, or the path of a file with one. Raises UsageError."""
+    return placement if isinstance(placement, PlacesExperts) else path_parser("placement")(placement)  # type: ignore[arg-type]  # checked there
+
+
+def take_placement(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of options, with the placement of a topology as an option of its own. Raises UsageError for two."""
+    topology: Topology | None = values.get("topology")
+    if topology is None or topology.placement is None:
+        return values
+    if "placement" in values:
+        raise UsageError("expected one placement, as placement= or in the topology; got both")
+    return {**values, "topology": replace(topology, placement=None), "placement": topology.placement}
 
 
 def choice_parser(choices: type[T], argument: str) -> Callable[[str], T]:

@@ -1,7 +1,6 @@
 """The options of the verbs, each declared once: a field of `ConvertOptions` whose metadata is an `Option`.
 
-Command-line options, arguments of the public functions and their help, the identity of a conversion and that of a
-part's plan are read from the fields.
+The fields give command-line options, arguments of the public functions, their help, and the identity of a conversion.
 
 >>> str(make_options(topology={"dp": 4, "zero": 3}).topology)
 'dp=4,zero=3'
@@ -30,17 +29,19 @@ from ucp.conversion.option import (
     parse_memory,
     parse_param_order,
     parse_part,
+    parse_placement,
     parse_settings,
     parse_share,
     parse_tag,
     parse_topology,
     parse_workers,
     path_parser,
+    take_placement,
     text_parser,
 )
 from ucp.core.index import WEIGHT, DoubtKind
 from ucp.core.target import TargetOptions
-from ucp.core.topology import Topology
+from ucp.core.topology import PlacesExperts, Topology
 from ucp.errors import UsageError
 from ucp.io.folder import parse_path
 from ucp.source.moments import ZeroMoments
@@ -73,6 +74,13 @@ class ConvertOptions:
         metavar="T",
         parse=parse_topology,
         identity="topology",
+    )
+    placement: PlacesExperts | Path | None = option(
+        "Which experts each of ep ranks holds, for deepspeed (AutoEP): a file of `ucp place`.  [default: in order]",
+        python="Which experts each of ep ranks holds, for deepspeed (AutoEP): what `ucp.place` returns, or a file.",
+        metavar="FILE",
+        parse=parse_placement,
+        identity="placement",
     )
     layout: str = option(
         "Variant of the format. For atoms: packed (default) or per-parameter. For megatron: torch_dist (default) or "
@@ -108,8 +116,7 @@ class ConvertOptions:
         identity="left out",
     )
     weights: bool = option(
-        "Compare only weights, e.g. a training checkpoint with its export; the same as --include '*/weight'.",
-        default=False,
+        "Compare only weights, e.g. a checkpoint with its export; the same as --include '*/weight'.", default=False
     )
     dtypes: Mapping[str, str] = option(
         "Cast a state of all parameters, e.g. weight=bfloat16. May be repeated.",
@@ -286,13 +293,9 @@ class ConvertOptions:
         metavar="DIR",
         parse=path_parser("scratch"),
     )
-    resume: bool = option(
-        "Continue an interrupted conversion; with --overwrite, one that replaces DST.",
-        default=False,
-    )
+    resume: bool = option("Continue an interrupted conversion; with --overwrite, one that replaces DST.", default=False)
     overwrite: bool = option(
-        "Replace DST if ucp wrote it: in a folder when the new one is complete, in a bucket at once.",
-        default=False,
+        "Replace DST if ucp wrote it: in a folder when the new one is complete, in a bucket at once.", default=False
     )
     fsync: bool = option(
         "Do not wait until bytes are on disk, like cp: safe if the process is killed, not if the power fails.",
@@ -302,8 +305,7 @@ class ConvertOptions:
         flag="--no-fsync",
     )
     verify: bool = option(
-        "Read everything back and compare it with SRC, bit for bit, before DST appears.",
-        default=False,
+        "Read everything back and compare it with SRC, bit for bit, before DST appears.", default=False
     )
     part: Share | None = option(
         "Do only part K of N of the work. Parts may run on several machines that see the same folders, in any order, "
@@ -390,10 +392,9 @@ def make_options(**arguments: object) -> ConvertOptions:
         for name, value in arguments.items()
         if value is not None or OPTIONS[name].default is not None
     }
-    options = ConvertOptions(**values)
+    options = ConvertOptions(**take_placement(values))
     if options.engine is None:
         return options
-    settings = options.settings
-    chosen = {name: value for name, value in settings.items() if name in options.engine.settings}
-    others = {name: value for name, value in settings.items() if name not in chosen}
+    chosen = {name: value for name, value in options.settings.items() if name in options.engine.settings}
+    others = {name: value for name, value in options.settings.items() if name not in chosen}
     return replace(options, engine=options.engine.configured(chosen), settings=others)

@@ -20,6 +20,7 @@ from ucp.conversion.options import OPTIONS, ConvertOptions
 from ucp.core.gaps import check_doubts, describe_state_gaps, find_state_gaps
 from ucp.core.index import TAG, WEIGHT, AtomIndex, Extra, Index
 from ucp.core.target import TargetPlan
+from ucp.core.topology import Topology
 from ucp.errors import FamilyError, MisfitError, MissingStateError, UnsupportedError, UsageError, format_list, nearest
 from ucp.io.pickle.values import measure_memory
 from ucp.io.provenance import contents_of, is_remote
@@ -193,7 +194,7 @@ def prepare(
         keeps_zeros=options.zero_moments is ZeroMoments.KEEP,
     )
     with _raise_misfits():
-        plan = chosen.plan(index, options.topology, target_options)
+        plan = chosen.plan(index, _place_experts(chosen, options, index), target_options)
     index = _drop_lost(plan.written or index, plan)
     job = replace(make_job(index, replace(plan, written=None), options.part), fsync=options.fsync)
     workers, threads = choose_workers(options, index, reserved_bytes)
@@ -269,6 +270,26 @@ def _check_target(chosen: Target, options: ConvertOptions) -> None:
     hint = f", which is a layout of --to {others[0]}" if others else ""
     has = f"the layouts {', '.join(chosen.layouts)}" if chosen.layouts else "one layout: drop --layout"
     raise UsageError(f"the target {chosen.name} has {has}; got {layout!r}{hint}")
+
+
+def _place_experts(chosen: Target, options: ConvertOptions, index: Index) -> Topology | None:
+    """The topology that the user asked for, with the placement. Raises UsageError, SourceError for a damaged file."""
+    topology, placement = options.topology, options.placement
+    if placement is None:
+        return topology
+    if not chosen.takes_placement:
+        raise UsageError(
+            f"a placement of experts says what each rank holds; the files of --to {chosen.name} do not depend on it. "
+            "Drop --placement, or write --to deepspeed. load_into(..., placement=) takes it for any checkpoint"
+        )
+    topology = topology or index.topology
+    if isinstance(placement, Path):
+        from ucp.moe.layers import find_layers
+        from ucp.placement.forms import read_placement
+
+        numbers = {at if layer.number is None else layer.number for at, layer in enumerate(find_layers(index.shapes))}
+        placement = read_placement(placement, nodes=topology.ep, moe_layers=numbers)
+    return replace(topology, placement=placement)
 
 
 def _drop_lost(index: Index, plan: TargetPlan) -> Index:

@@ -10,9 +10,11 @@ Topology(dp=4, tp=1, pp=1, ep=1, cp=1, zero=3, vpp=1, etp=None, dp_replicate=Non
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from ucp.errors import TopologyError
+from ucp.errors import TopologyError, format_count
 
 AXES = ("dp", "tp", "pp", "ep", "cp")
 """Axes of the device mesh: data, tensor, pipeline, expert and context parallel."""
@@ -22,6 +24,31 @@ _SPLIT = ("dp_replicate", "dp_shard")
 
 MOST_RANKS = 100_000
 """Most ranks along one axis; a larger number is taken for a typing error."""
+
+
+ExpertsByRank: TypeAlias = tuple[tuple[int, ...], ...]
+"""Experts of each expert-parallel rank, in its order."""
+
+
+@runtime_checkable
+class PlacesExperts(Protocol):
+    """What says which experts each expert-parallel rank holds: a `ucp.Placement`."""
+
+    @property
+    def experts_by_rank(self) -> Mapping[int, ExpertsByRank]:
+        """Number of a layer to the experts of each rank."""
+
+
+def list_experts(placement: PlacesExperts, ep: int) -> Mapping[int, ExpertsByRank]:
+    """`experts_by_rank` of a placement. Raises TopologyError if it is not for `ep` ranks."""
+    layers = placement.experts_by_rank
+    wrong = next((ranks for ranks in layers.values() if len(ranks) != ep), None)
+    if wrong is not None:
+        raise TopologyError(
+            f"expected a placement on {format_count(ep, 'GPU')}, one for each expert-parallel rank (ep={ep} in the "
+            f"topology); got one on {len(wrong)}"
+        )
+    return layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +75,8 @@ class Topology:
     """Factor of `dp`: number of replicas of the shards (HSDP); None if `dp` is not split."""
     dp_shard: int | None = None
     """Factor of `dp`: ranks that partition the states of one replica; None if `dp` is not split."""
+    placement: PlacesExperts | None = field(default=None, repr=False, hash=False)
+    """Which experts each of `ep` ranks holds; None: the first ones on rank 0, and so on. `parse` does not read it."""
 
     def __post_init__(self) -> None:
         for axis in (*AXES, "vpp", "etp", *_SPLIT):
@@ -62,6 +91,8 @@ class Topology:
             raise TopologyError(f"expected a ZeRO stage of 0, 1, 2 or 3; got zero={self.zero!r}")
         if self.vpp > 1 and self.pp == 1:
             raise TopologyError(f"expected pp above 1 with a virtual pipeline; got vpp={self.vpp}, pp=1")
+        if self.placement is not None:
+            list_experts(self.placement, self.ep)
         if not self.is_split:
             return
         known_degree = self.dp_replicate or self.dp_shard or 1  # one of the two factors may be left out
@@ -78,8 +109,8 @@ class Topology:
     @classmethod
     def parse(cls, text: str) -> Topology:
         """Topology written as `axis=degree` pairs with commas between. Raises TopologyError."""
-        known = [field.name for field in fields(cls)]
-        degrees: dict[str, int] = {}
+        known = [axis.name for axis in fields(cls) if axis.name != "placement"]
+        degrees: dict[str, Any] = {}
         for part in filter(None, (piece.strip() for piece in text.split(","))):
             axis, equals, degree = (piece.strip() for piece in part.partition("="))
             if axis not in known or not equals or not degree.isascii() or not degree.isdigit():

@@ -11,9 +11,10 @@ Tested with lightning 2.6.6: DDP and ModelParallelStrategy (FSDP2).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Unpack, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from ucp.conversion.option import type_path
+from ucp.core.index import SIDECAR
 from ucp.integrations.run import ResumeArguments, find_base, load_run
 from ucp.live.report import LoadReport
 from ucp.live.resume.values import list_inert_classes
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
 else:
     Callback = find_base("lightning.pytorch", "Callback")
+
+_META = f"{SIDECAR}meta.pt"
+"""File of a folder that Lightning saved, with everything but tensors of the model and the optimizer."""
 
 
 class ResumeFrom(Callback):  # type: ignore[misc]  # Any for a type checker that does not see the library
@@ -47,15 +51,16 @@ class ResumeFrom(Callback):  # type: ignore[misc]  # Any for a type checker that
             scaler=getattr(trainer.precision_plugin, "scaler", None),
             **self.options,
         )
-        extras = report.saved.extras
-        saved = report.saved.extra("companion/meta.pt") if "companion/meta.pt" in extras else extras
-        meta = cast("Mapping[str, object]", saved if isinstance(saved, Mapping) else {})
-        loops = meta.get("loops")
-        if isinstance(loops, Mapping) and "fit_loop" in loops:
-            trainer.fit_loop.load_state_dict(loops["fit_loop"])
+        saved = report.saved
+        if _META in saved.extras:  # of a folder
+            entries = cast("dict[str, Any]", saved.extra(_META))
+        else:  # of a file, if Lightning saved it
+            entries = {name: saved.extra(name) for name in ("loops", "callbacks") if name in saved.extras}
+        if "loops" in entries:
+            trainer.fit_loop.load_state_dict(entries["loops"]["fit_loop"])
         else:
             _count_steps(trainer, pl_module, report.step or 0)
-        _restore_callbacks(trainer, meta.get("callbacks"))
+        _restore_callbacks(trainer, entries.get("callbacks", {}))
 
 
 def _count_steps(trainer: Trainer, module: LightningModule, step: int) -> None:
@@ -68,10 +73,10 @@ def _count_steps(trainer: Trainer, module: LightningModule, step: int) -> None:
     total.ready = total.completed = step
 
 
-def _restore_callbacks(trainer: Trainer, states: object) -> None:
+def _restore_callbacks(trainer: Trainer, states: Mapping[str, Any]) -> None:
     """Give callbacks what they saved. One that saved objects of its own classes keeps its state, with a warning."""
-    for callback in trainer.callbacks if isinstance(states, Mapping) else ():
-        state = cast("Mapping[str, object]", states).get(callback.state_key)
+    for callback in trainer.callbacks:
+        state = states.get(callback.state_key)
         classes = list_inert_classes(state)
         if classes:
             LOGGER.warning("%s keeps its state: it saved objects of %s", callback.state_key, ", ".join(classes))

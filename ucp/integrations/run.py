@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, get_args
 
 from ucp.contract.protocols import Observer
 from ucp.conversion.arguments import LoadArguments
@@ -45,18 +45,11 @@ class ResumeArguments(LoadIntoArguments, total=False):
 
     schedule: Schedule
     """"restore" (the default) loads the saved state of the learning rate scheduler. "advance" steps the scheduler of
-    this run as often as the checkpoint was stepped: for a checkpoint of a framework whose schedules are of another
-    class."""
+    this run as often as the checkpoint was stepped: for one whose schedule is of another class."""
 
 
 def import_library(module: str) -> ModuleType:
-    """A module of another library. Raises MissingLibraryError if it, or something that it needs, is missing.
-
-    >>> import_library("no_such_library.callbacks")
-    Traceback (most recent call last):
-    ucp.errors.MissingLibraryError: expected no_such_library, which this integration is for; got: No module named \
-'no_such_library'. Install it: pip install no_such_library
-    """
+    """A module of another library. Raises MissingLibraryError if it, or something that it needs, is missing."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -69,15 +62,13 @@ def import_library(module: str) -> ModuleType:
 def find_base(module: str, name: str) -> type:
     """A class of another library, to derive from. Without the library, a class that raises MissingLibraryError."""
     try:
-        base: type = getattr(import_library(module), name)
-    except MissingLibraryError as missing:
-        error = missing
+        return cast("type", getattr(import_library(module), name))
+    except MissingLibraryError:
 
         def refuse(*args: object, **kwargs: object) -> None:
-            raise error
+            import_library(module)
 
         return type(name, (), {"__new__": refuse, "Config": object})  # so that modules can be imported without it
-    return base
 
 
 def load_run(
@@ -92,9 +83,7 @@ def load_run(
 ) -> LoadReport:
     """Load a checkpoint into the objects of a run, as `ucp.load_into` does. Collective.
 
-    If the checkpoint records no step, the report has the one that the optimizer counted.
-
-    Raises UsageError for several models or optimizers, which one checkpoint has no names for.
+    If it records no step, the report has the one that the optimizer counted. Raises UsageError for several models.
     """
     for count, what in ((len(models), "model"), (len(optimizers), "optimizer"), (len(schedulers), "scheduler")):
         if count > 1 or (count == 0 and what == "model"):
@@ -104,19 +93,19 @@ def load_run(
             )
     if schedule not in get_args(Schedule):
         raise UsageError(f"expected schedule to be one of {', '.join(get_args(Schedule))}; got {schedule!r}")
-    restores = schedule == "restore"
+    restored, advanced = (schedulers, ()) if schedule == "restore" else ((), schedulers)
     report = load_into(
         models[0],
         checkpoint=checkpoint,
         optimizer=next(iter(optimizers), None),
-        scheduler=next(iter(schedulers), None) if restores else None,
+        scheduler=next(iter(restored), None),
         scaler=scaler,
         **options,
     )
     if report.step is None:  # a script's own file, perhaps: then the optimizer has counted
         states = [state for optimizer in optimizers for state in getattr(optimizer, "state", {}).values()]
         report = replace(report, step=max((int(state[STEP]) for state in states if STEP in state), default=None))
-    for scheduler in () if restores else schedulers:
+    for scheduler in advanced:
         inner: Any = getattr(scheduler, "scheduler", scheduler)  # accelerate's counts steps of all ranks
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 _METHODS = ("train", "_inner_training_loop", "_init_training_state", "_prepare_for_training")
 """Methods of the Trainer that load, in the order in which it calls them."""
-_STATE = "trainer_state.json"
-"""File of the Trainer with the steps done, the history of the log and the states of callbacks."""
+_STATE = f"{SIDECAR}trainer_state.json"
+"""The Trainer's file with the steps done, the history of the log and the states of callbacks."""
 
 
 def accept_any_checkpoint(trainer: Trainer, **options: Unpack[ResumeArguments]) -> Trainer:
@@ -44,10 +44,9 @@ def accept_any_checkpoint(trainer: Trainer, **options: Unpack[ResumeArguments]) 
     """
     missing = [name for name in _METHODS if not hasattr(trainer, name)]
     if missing:
-        version = import_library("transformers").__version__
         raise UnsupportedError(
-            f"expected a Trainer that loads as in transformers 5.23; got {type(trainer).__name__} of transformers "
-            f"{version}, without {', '.join(missing)}. Install transformers 5.23, or call ucp.load_into in a callback"
+            f"expected a Trainer that loads as in transformers 5.23; got a {type(trainer).__name__} without "
+            f"{', '.join(missing)}. Install transformers 5.23, or call ucp.load_into in a callback"
         )
     resumption = _Resumption(trainer, options)
     for name in _METHODS:
@@ -69,9 +68,9 @@ class _Resumption:
         path = resume_from_checkpoint
         if path is True:
             utils = import_library("transformers.trainer_utils")
-            path = utils.get_last_checkpoint(self._trainer.args.output_dir) or True
-        if isinstance(path, bool) or path is None:  # True: the Trainer says that there is none
-            return self._original["train"](path, *args, **kwargs)
+            path = utils.get_last_checkpoint(self._trainer.args.output_dir)
+        if not path:  # also if there is none, which the Trainer says
+            return self._original["train"](resume_from_checkpoint, *args, **kwargs)
         self._path = cast("type_path", path)
         try:
             return self._original["train"](None, *args, **kwargs)
@@ -89,22 +88,19 @@ class _Resumption:
     def init_training_state(
         self, max_steps: int, steps_of_epoch: int, epochs: int, resume_from_checkpoint: object, trial: object
     ) -> object:
-        """Steps done and place in the data, from the file of a Trainer, or one that is made of the number of steps."""
-        original = self._original["_init_training_state"]
-        if self._saved is None:
-            return original(max_steps, steps_of_epoch, epochs, resume_from_checkpoint, trial)
-        with TemporaryDirectory() as folder:
-            file = Path(folder, _STATE)
-            if f"{SIDECAR}{_STATE}" in self._saved.extras:
-                file.write_text(json.dumps(self._saved.extra(f"{SIDECAR}{_STATE}")))
-            else:
-                counts = (self._saved.read(name, STEP) for name, atom in self._saved.items() if STEP in atom.states)
-                step = self._saved.step or max(map(int, counts), default=0)
-                state = import_library("transformers").TrainerState(global_step=step)
-                state.compute_steps(self._trainer.args, max_steps)
-                state.train_batch_size = self._trainer.args.train_batch_size
-                state.save_to_json(file)
-            return original(max_steps, steps_of_epoch, epochs, folder, trial)
+        """Epochs done, and batches of the next one: from the file of a Trainer, or from the number of steps."""
+        original, saved, trainer = self._original["_init_training_state"], self._saved, self._trainer
+        if saved is not None and _STATE in saved.extras:
+            with TemporaryDirectory() as folder:
+                Path(folder, Path(_STATE).name).write_text(json.dumps(saved.extra(_STATE)))
+                return original(max_steps, steps_of_epoch, epochs, folder, trial)
+        beginning = original(max_steps, steps_of_epoch, epochs, resume_from_checkpoint, trial)
+        if saved is None:
+            return beginning
+        counts = (saved.read(name, STEP) for name, atom in saved.items() if STEP in atom.states)
+        trainer.state.global_step = saved.step or max(map(int, counts), default=0)
+        done, steps = divmod(trainer.state.global_step, steps_of_epoch)
+        return done, 0 if trainer.args.ignore_data_skip else steps * trainer.args.gradient_accumulation_steps
 
     def prepare_for_training(self, max_steps: int, loader: object, resume_from_checkpoint: object) -> object:
         """Wrapped model, optimizer and schedule, and the checkpoint loaded into them."""

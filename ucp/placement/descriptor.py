@@ -21,12 +21,11 @@ from typing import Annotated
 from msgspec import Meta, Struct, to_builtins
 
 from ucp.core.text.units import ranges_text
+from ucp.core.topology import ExpertsByRank
 from ucp.io.json_text import Natural
 
 Version1 = Annotated[int, Meta(ge=1, le=1)]
 """A version that is 1."""
-ExpertsByRank = tuple[tuple[int, ...], ...]
-"""Experts of each rank, in its order."""
 _MOST = 1000
 """Missing experts that are listed; a damaged record may have any number."""
 

@@ -22,10 +22,11 @@ from pathlib import Path
 
 from msgspec import Struct, to_builtins
 
+from ucp.core.topology import ExpertsByRank
 from ucp.errors import MalformedError, UsageError, format_count, nearest
 from ucp.io.json_text import Natural, NotJson, decode
 from ucp.io.writing import replace_file
-from ucp.placement.descriptor import ExpertPlacement, ExpertsByRank, Version1
+from ucp.placement.descriptor import ExpertPlacement, Version1
 from ucp.placement.placement import EMPTY, Placement
 from ucp.store.manifest import read_text
 

@@ -17,8 +17,8 @@ from itertools import chain
 
 from ucp.core.text.page import Page, Report, facts, lines, table
 from ucp.core.text.units import ranges_text
+from ucp.core.topology import ExpertsByRank
 from ucp.errors import UsageError, format_count, format_list
-from ucp.placement.descriptor import ExpertsByRank
 from ucp.placement.survival import LostNodes
 
 EMPTY = -1

@@ -19,9 +19,10 @@ from math import prod
 
 from ucp.core.tensor import contiguous_strides
 from ucp.core.text.typed import convert
+from ucp.core.topology import ExpertsByRank
 from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.pickle.fields import Shape, require_integer, require_mapping, require_sequence
-from ucp.placement.descriptor import ExpertPlacement, ExpertsByRank
+from ucp.placement.descriptor import ExpertPlacement
 from ucp_formats.deepspeed.tp.layout import AFFINE_VERSION, MisfitError, RefusedError, affine_layout
 
 PLACEMENT = "expert_placement"

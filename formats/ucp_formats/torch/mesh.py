@@ -76,8 +76,9 @@ def mesh_of(tensors: Mapping[str, Boxes], holders: Mapping[str, set[int]], *, ra
         if (layout := _find_layout(boxes, best, stage_of.get(min(holders[name], default=0), 0))) is not None
     }
     is_split = best.replicate > 1 and best.shard > 1
-    dp = {"dp_replicate": best.replicate, "dp_shard": best.shard} if is_split else {"dp": best.replicate * best.shard}
-    return MeshLayouts(topology=Topology(**dp, tp=best.tp, pp=best.pp), layouts=layouts)
+    replicate, shard = (best.replicate, best.shard) if is_split else (None, None)
+    topology = Topology(dp=best.replicate * best.shard, dp_replicate=replicate, dp_shard=shard, tp=best.tp, pp=best.pp)
+    return MeshLayouts(topology=topology, layouts=layouts)
 
 
 def _degrees(ranks: int, stages: int) -> Iterator[_Degrees]:

@@ -116,8 +116,8 @@ def _target_topology(index: Index, topology: Topology | None) -> Topology:
     """Ranks that tensors are sharded over. Raises UsageError for axes that do not matter to DCP."""
     if topology is None:
         saved = index.topology
-        split = {"dp_replicate": saved.replicas, "dp_shard": saved.shards * saved.cp} if saved.is_split else {}
-        return Topology(**(split or {"dp": saved.dp * saved.cp}), tp=saved.tp, pp=saved.pp)
+        replicate, shard = (saved.replicas, saved.shards * saved.cp) if saved.is_split else (None, None)
+        return Topology(dp=saved.dp * saved.cp, dp_replicate=replicate, dp_shard=shard, tp=saved.tp, pp=saved.pp)
     idle = [axis for axis in ("ep", "cp", "vpp") if getattr(topology, axis) > 1]
     idle += [axis for axis in ("zero", "etp") if getattr(topology, axis) is not None]
     if idle:

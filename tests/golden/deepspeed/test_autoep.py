@@ -21,7 +21,17 @@ from tests.golden.deepspeed.test_deepspeed_parallel import ROOT, states_of, trut
 from tests.golden.truth import check_copies, check_equal, is_same, load_stubbed, read_states
 from ucp.core.index import ParamGroup
 from ucp.core.topology import Topology
-from ucp.errors import MalformedError, MissingFileError, MissingStateError, TopologyError, UcpError, UnsupportedError
+from ucp.errors import (
+    MalformedError,
+    MissingFileError,
+    MissingStateError,
+    TopologyError,
+    UcpError,
+    UnsupportedError,
+    UsageError,
+)
+from ucp.placement.forms import write_placement
+from ucp.placement.placement import Placement
 
 CASES = sorted(path.parent.name for path in ROOT.glob("z*autoep*/truth-ep00.json"))
 PLACED = sorted(path.name for path in ROOT.glob("z*autoep*-placed"))
@@ -71,8 +81,14 @@ def test_the_universal_files_say_what_deepspeed_s_own_say(case: str, tmp_path: P
             assert found == wanted
 
 
-def test_moments_of_one_rank_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_moments_of_one_rank_are_refused(is_listed: bool, tmp_path: Path) -> None:
+    """Folders that DeepSpeed made before its pull request 8198; the files of a parameter alone tell it, too."""
     universal = shutil.copytree(ROOT / CONVERTED[0] / "universal", tmp_path / "universal")
+    for model in universal.glob("*/*model_states.pt") if not is_listed else ():
+        root = torch.load(model, weights_only=False)
+        dropped = ("ds_autoep_layers", "universal_checkpoint_info")
+        torch.save({key: value for key, value in root.items() if key not in dropped}, model)
     (path,) = universal.glob(f"*/zero/{EXPERTS}.w1/exp_avg.pt")
     saved = torch.load(path)
     torch.save({**saved, "param": saved["param"][:2].clone()}, path)
@@ -201,6 +217,43 @@ def test_a_replica_that_differs_is_found(case: str, tmp_path: Path) -> None:
     with pytest.raises(UcpError) as caught:
         ucp.convert(source, tmp_path / "out")
     assert f"{EXPERTS}.w2" in str(caught.value)
+
+
+@pytest.mark.parametrize("case", [case for case in PLACED if not case.startswith("z1")])
+def test_a_placement_is_written_as_deepspeed_records_it(case: str, tmp_path: Path) -> None:
+    """The placement of the rewritten fixture, as a file, gives its files again: optimizer, records and shapes."""
+    kept, plain = ROOT / case / "checkpoint", ROOT / case.removesuffix("-placed") / "checkpoint"
+    ranks = ((3, 0, 1), (1, 2)) if case.startswith("z0") else ((3, 1), (0, 2, 1))
+    placement = Placement.of_ranks({0: ranks}, nodes=2)
+    write_placement(placement, tmp_path / "placement.json", "deepspeed")
+    topology = replace(ucp.open(plain).index.topology, placement=placement)
+    ucp.convert(plain, tmp_path / "out", to="deepspeed", placement=tmp_path / "placement.json")
+    ucp.convert(plain, tmp_path / "same", to="deepspeed", topology=topology)
+    (ours,), (same,), (theirs,) = (list((path).glob("global*")) for path in (tmp_path / "out", tmp_path / "same", kept))
+    other = DIFFERENT | {"universal_checkpoint_info"} | ({"param_shapes"} if case.startswith("z0") else set())
+    for path in theirs.iterdir():
+        found, wanted = load_stubbed(ours / path.name), load_stubbed(path)
+        assert (same / path.name).read_bytes() == (ours / path.name).read_bytes()
+        for key in wanted.keys() - other:
+            assert is_same_value(found[key], wanted[key]), (path.name, key)
+    written = ucp.open(tmp_path / "out").index
+    check_copies(written)
+    assert written.atoms[f"{EXPERTS}.w1"].layout.axes[0].pattern.by_part == ranks
+
+
+def test_a_placement_that_misfits_is_refused(tmp_path: Path) -> None:
+    source = ROOT / "z1-autoep2" / "checkpoint"
+    half = Placement.of_ranks({0: ((0, 1), (2, 3))}, nodes=2)
+    none = Placement.of_ranks({0: ((0, 1), (2, 3)), 1: ((0, 1, 2, 3), ())}, nodes=2)
+    few = Placement.of_ranks(dict.fromkeys((0, 1), ((0, 1), (2,))), nodes=2)
+    four = Placement.of_ranks(dict.fromkeys((0, 1), ((0,), (1,), (2,), (3,))), nodes=4)
+    for placement in (half, few, four, none):
+        with pytest.raises(TopologyError):
+            ucp.convert(source, tmp_path / "out", to="deepspeed", placement=placement)
+    with pytest.raises(UsageError):
+        ucp.convert(source, tmp_path / "out", placement=half)
+    with pytest.raises(UsageError):
+        ucp.convert(source, tmp_path / "out", placement=half, topology=Topology(dp=2, ep=2, placement=half))
 
 
 def test_files_of_two_placements_are_refused(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def main() -> None:
     arguments.add_argument("--save", type=Path)
     arguments.add_argument("--resume", type=Path)
     arguments.add_argument("--hook", action="store_true", help="resume by ucp.integrations")
+    arguments.add_argument("--schedule", choices=["restore", "advance"], default="restore", help="with --hook")
     arguments.add_argument("--universal", action="store_true")
     arguments.add_argument(
         "--samples", type=int, default=BATCH * STEPS * 2, help="of the data: fewer are several epochs"
@@ -82,7 +83,7 @@ def with_trainer(asked: argparse.Namespace) -> dict[str, object]:
     if asked.hook:
         from ucp.integrations.transformers import accept_any_checkpoint
 
-        trainer = accept_any_checkpoint(trainer)
+        trainer = accept_any_checkpoint(trainer, schedule=asked.schedule)
     trainer.add_callback(_Watch(trainer, asked))
     trainer.train(resume_from_checkpoint=None if asked.resume is None else str(asked.resume))
     history = [entry for entry in trainer.state.log_history if "loss" in entry]

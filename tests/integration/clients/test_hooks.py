@@ -72,13 +72,15 @@ def test_the_trainer_goes_on_in_a_later_epoch(tmp_path: Path) -> None:
 
 
 def test_the_trainer_goes_on_from_what_no_trainer_saved(runs: Runs, tmp_path: Path) -> None:
-    """The number of steps is known, so the schedule and the place in the data are."""
+    """The number of steps is known: so is the place in the data, and the rate of a schedule of two groups."""
     source, out = Run("accelerate", ("--fsdp", "2")), tmp_path / "told.json"
     saved = runs.saved(source)
-    told = run(python_for(source), out, "trainer", "--resume", saved.checkpoint, "--hook", ranks=1)
+    resume = ("--resume", saved.checkpoint, "--hook", "--schedule", "advance")
+    told = run(python_for(source), out, "trainer", *resume, ranks=1)
     held = load_file(out.with_suffix(".safetensors"))
     assert held.keys() == saved.held.keys()
     for name in held:
         assert torch.equal(held[name], saved.held[name]), name
     assert tuple(told["losses"]) == LATER
     assert told["epochs"]["4"] == pytest.approx(4 / 12)
+    assert told["rates"]["4"] == pytest.approx(0.01 * (6 - 3) / 6)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1600)]
 
 WORKER = Path(__file__).with_name("ray_train_worker.py")
 
@@ -21,7 +21,7 @@ def test_workers_go_on(tmp_path: Path) -> None:
         pytest.skip("needs ray[train], here or in the Python that UCP_RAY_TRAIN names")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "RAY_TRAIN_V2_ENABLED": "1"}
     command = [python, str(WORKER), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=800)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=1500)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     runs = json.loads((tmp_path / "losses.json").read_text())
     for name in ("restarted", "others"):

@@ -6,7 +6,7 @@ python lightning_worker.py --ranks 2 --save ckpt --out OUT
 python lightning_worker.py --ranks 1 --resume ckpt --out OUT
 python lightning_worker.py --ranks 3 --resume ckpt --out OUT --hook [--whole]
 
-With --hook the checkpoint is loaded by `ucp.integrations.lightning`; with --whole the model is
+With --hook the checkpoint is loaded by `ucp.integrations.lightning`, or saved by `ucp.save`; with --whole the model is
 whole on every rank (DDP).
 """
 
@@ -23,6 +23,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
+
+import ucp
 
 ROWS = 12
 
@@ -66,8 +68,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     module = Module(seed=1 if options.resume else 0, ranks=options.ranks)
-    callbacks = [Saver(options.save)] if options.save else []
-    if options.hook:
+    counter = Counter()
+    callbacks = [counter, *([Saver(options.save, with_ucp=options.hook)] if options.save else [])]
+    if options.hook and options.resume:
         from ucp.integrations.lightning import ResumeFrom
 
         callbacks.append(ResumeFrom(options.resume))
@@ -86,19 +89,39 @@ def main() -> None:
     trainer.fit(module, ckpt_path=None if options.hook else options.resume)
     options.out.mkdir(parents=True, exist_ok=True)
     report = {"losses": module.losses, "lr": trainer.optimizers[0].param_groups[0]["lr"], "step": trainer.global_step}
+    report["batches"] = counter.batches
     (options.out / f"{trainer.global_rank}.json").write_text(json.dumps(report))
 
 
 class Saver(lightning.Callback):
     """Saves after the first epoch, as Lightning's own ModelCheckpoint does."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, with_ucp: bool) -> None:
+        self.folder, self.with_ucp = folder, with_ucp
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, module: Module) -> None:  # type: ignore[override]
         if trainer.current_epoch == 0:
             module.losses.clear()
-            trainer.save_checkpoint(self.folder)
+            if self.with_ucp:
+                (optimizer,), (schedule,) = trainer.optimizers, trainer.lr_scheduler_configs
+                ucp.save(module, optimizer, None, self.folder, scheduler=schedule.scheduler)
+            else:
+                trainer.save_checkpoint(self.folder)
+
+
+class Counter(lightning.Callback):
+    """Counts batches, and goes on to count."""
+
+    batches = 0
+
+    def on_train_batch_end(self, *args: object) -> None:
+        self.batches += 1
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"batches": torch.tensor(self.batches)}
+
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        self.batches = state_dict["batches"].item()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ucp
 
@@ -82,6 +83,38 @@ def test_lightning_goes_on_by_a_callback(python: str, tmp_path: Path) -> None:
         resumed = trained(python, ranks, out, "--resume", str(saved), "--hook", *way)
         assert losses(resumed) == pytest.approx(losses(whole), rel=1e-5)
         assert {(own["lr"], own["step"]) for own in resumed} == {(own["lr"], own["step"]) for own in whole}
+        assert {own["batches"] for own in resumed} == {8}  # also those before the save
+
+
+def test_lightning_goes_on_from_one_file_by_a_callback(python: str, tmp_path: Path) -> None:
+    saved = tmp_path / "one.ckpt"
+    whole = trained(python, 2, tmp_path / "whole", "--whole", "--save", str(saved))
+    resumed = trained(python, 3, tmp_path / "resumed", "--resume", str(saved), "--hook")
+    assert losses(resumed) == pytest.approx(losses(whole), rel=1e-5)
+    assert {(own["lr"], own["step"], own["batches"]) for own in resumed} == {(own["lr"], 8, 8) for own in whole}
+
+
+def test_lightning_goes_on_from_what_it_did_not_save(python: str, tmp_path: Path) -> None:
+    """Only the number of steps is known: two epochs begin again, in which the run does what plain torch does."""
+    store = tmp_path / "store"
+    trained(python, 2, tmp_path / "whole", "--save", str(store), "--hook")
+    (resumed,) = trained(python, 1, tmp_path / "resumed", "--resume", str(store), "--hook", "--whole")
+    model = torch.nn.ModuleDict(
+        {"net": torch.nn.Sequential(torch.nn.Linear(7, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))}
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    ucp.load_into(model, store, optimizer=optimizer)
+    data = torch.randn(48, 7, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(48, generator=torch.Generator().manual_seed(0))  # of DistributedSampler, in the first epoch
+    plain = []
+    for rows in data[order].split(12):
+        loss = model["net"](rows).square().mean()
+        plain.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert resumed["losses"][:4] == pytest.approx(plain, rel=1e-5)
+    assert (resumed["step"], resumed["batches"]) == (4 + 8, 8)
 
 
 def test_a_checkpoint_of_lightning_becomes_one_of_deepspeed(python: str, tmp_path: Path) -> None:
@@ -106,9 +139,14 @@ def test_torchtitan_goes_on_at_another_world_size(tmp_path: Path, monkeypatch: p
     whole = trained(2, first)
     step = second / "checkpoint" / "step-3"
     ucp.convert(first / "checkpoint" / "step-3", step, to="dcp", topology="dp=3", settings={"style": "torchtitan"})
-    third = tmp_path / "third"
-    third.mkdir()
-    monkeypatch.setenv("UCP_CHECKPOINT", str(first / "checkpoint" / "step-3"))
-    for resumed in (trained(3, second, "--resume"), trained(3, third, "--resume", "--hook")):
+    saved = str(first / "checkpoint" / "step-3")
+    runs = [trained(3, second, "--resume")]
+    for name, *way in (("third", "--initial", saved), ("fourth",)):
+        (tmp_path / name).mkdir()
+        runs.append(trained(3, tmp_path / name, "--resume", "--hook", *way))
+        monkeypatch.setenv("UCP_CHECKPOINT", saved)  # for the fourth
+    monkeypatch.setenv("UCP_CHECKPOINT", "nowhere")
+    runs.append(trained(2, first, "--resume", "--hook"))  # from what the run itself saved
+    for resumed in runs:
         assert resumed["losses"] == pytest.approx(whole["losses"], rel=1e-5)
         assert resumed["lr"] == whole["lr"]

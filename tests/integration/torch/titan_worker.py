@@ -4,7 +4,7 @@ torchrun --nproc-per-node 2 titan_worker.py --out OUT              # OUT/checkpo
 torchrun --nproc-per-node 3 titan_worker.py --out AGAIN --resume   # from AGAIN/checkpoint/step-3
 UCP_CHECKPOINT=ckpt torchrun --nproc-per-node 3 titan_worker.py --out AGAIN --resume --hook
 
-With --hook the checkpoint is loaded by `ucp.integrations.torchtitan`.
+With --hook the checkpoint is loaded by `ucp.integrations.torchtitan`: that of --initial, or of UCP_CHECKPOINT.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--hook", action="store_true")
+    parser.add_argument("--initial", help="with --hook: where to start from")
     options = parser.parse_args()
     kind = CheckpointManager
     if options.hook:
@@ -58,7 +59,7 @@ def main() -> None:
     schedulers = LRSchedulersContainer.Config(warmup_steps=2).build(optimizers=optimizers, training_steps=6)
     progress = TrainState()
     config = kind.Config(enable=True, interval=3, last_save_model_only=False, keep_latest_k=0)
-    config.initial_load_model_only = False
+    config.initial_load_path, config.initial_load_model_only = options.initial, False
     manager = config.build(
         dataloader=None,
         model_parts=[model],

@@ -13,8 +13,9 @@ from msgspec import json
 from ucp_formats.deepspeed.placement import divide_evenly, read_affine_map, read_experts_by_rank, write_affine_map
 from ucp_patterns.pieces import Indexes
 
+from ucp.core.topology import ExpertsByRank
 from ucp.errors import MalformedError
-from ucp.placement.descriptor import ExpertPlacement, ExpertsByRank
+from ucp.placement.descriptor import ExpertPlacement
 
 
 @st.composite

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ucp.core.topology import Topology
 from ucp.errors import TopologyError, UsageError
@@ -103,10 +103,11 @@ def _find_coords(topology: Topology, rank: int) -> Mapping[str, int]:
 
 def _make_topology(degrees: Mapping[str, int]) -> Topology:
     dense = prod(degree for axis, degree in degrees.items() if axis not in ("tp", "pp", "cp"))
-    known = {axis: degrees[axis] for axis in ("tp", "pp", "cp", "ep", "etp") if axis in degrees}
+    known: dict[str, Any] = {axis: degrees[axis] for axis in ("tp", "pp", "cp", "ep", "etp") if axis in degrees}
     is_shared = any(axis in degrees for axis in ("dp", "ep", "etp"))
-    split = {} if is_shared else {axis: degrees[axis] for axis in ("dp_replicate", "dp_shard") if axis in degrees}
-    return Topology(dp=dense, **known, **split)
+    if not is_shared:
+        known |= {axis: degrees[axis] for axis in ("dp_replicate", "dp_shard") if axis in degrees}
+    return Topology(dp=dense, **known)
 
 
 def _unravel(degrees: Mapping[str, int], position: int) -> Mapping[str, int]:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from ucp.contract.layouts import Chunks, FlatBuffer, FlatLayout, Span, WholeParameters, chunk_axis
 from ucp.core.layout import AxisLayout, Layout
 from ucp.live.parts import FlatRange, LivePart
+from ucp_formats.deepspeed.placement import PLACEMENT
+from ucp_formats.deepspeed.read.stacks import LAYERS, ExpertStacks
 
 if TYPE_CHECKING:
     import torch
@@ -91,18 +93,25 @@ def list_single_buffers(groups: Iterable[Iterable[tuple[nn.Parameter, torch.Tens
             yield Buffer(group=group, tensor=tensor, params={param: share})
 
 
-def make_full_part(param: torch.Tensor) -> LivePart:
-    """The part of a rank that holds the full parameter."""
-    return LivePart.full(tuple(getattr(param, "ds_shape", param.shape)))
+def make_full_part(param: Any) -> LivePart:
+    """The part of a rank that holds the full parameter, or its experts of one that AutoEP stacks."""
+    shape = tuple(getattr(param, "ds_shape", param.shape))
+    record = getattr(param, "ds_autoep_uc_meta", None)  # set in auto_ep_layer.py, 0.19.8
+    if record is None:
+        return LivePart.full(shape)
+    placement, global_shape = record[PLACEMENT], tuple(record["logical_shape"])
+    counts = {"num_experts": global_shape[0], "ep_size": placement["ep_size"]}
+    layer = {"expert_key_prefix": "experts", **counts, PLACEMENT: placement}
+    axis = ExpertStacks.of({LAYERS: [layer]}, "the engine").axis("experts.w1")
+    coords = {axis.axis: record["ep_rank"]}
+    return LivePart(local_shape=shape, layout=Layout((axis,)), coords=coords, global_shape=global_shape)
 
 
 def locate_chunk(param: Any, process_group: ProcessGroup) -> FlatRange:
     """The elements that `ds_tensor` of a parameter holds on this rank, without padding."""
     rank, ranks = _group_position(process_group)
     span = Chunks({"": param.ds_numel}, ranks).spans(rank).get("", _NOTHING)
-    return FlatRange(
-        start=0, numel=span.numel, part=_cut_part(LivePart.full(tuple(param.ds_shape)), chunk_axis(ranks), rank)
-    )
+    return FlatRange(start=0, numel=span.numel, part=_cut_part(make_full_part(param), chunk_axis(ranks), rank))
 
 
 def _locate_shares(

@@ -21,10 +21,10 @@ from ucp.contract.ranks import Problems
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.region import Box
 from ucp.core.tensor import TensorRef
+from ucp.core.topology import ExpertsByRank
 from ucp.core.union import ShardedTensor, ShardSet, StoredShard
 from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.pickle.fields import Shape, require_integer, require_mapping, require_sequence, text
-from ucp.placement.descriptor import ExpertsByRank
 from ucp_formats.deepspeed.placement import divide_evenly, read_experts_by_rank
 
 LAYERS = "ds_autoep_layers"

@@ -7,14 +7,16 @@ runtime/engine.py, 0.19.8), which holds what one of as many ranks as there are e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ucp.contract.plugins import pattern
 from ucp.core.index import WEIGHT, Index, Kind, ParamGroup
-from ucp.core.topology import Topology
+from ucp.core.topology import ExpertsByRank, Topology, list_experts
 from ucp.errors import MissingStateError, TopologyError, UnsupportedError, format_list
 from ucp.io.torch_file.draft import FinishedFile
+from ucp.moe.layers import find_layers
+from ucp.placement.descriptor import ExpertPlacement
 from ucp_formats.deepspeed.placement import MAPS, PLACEMENT, write_affine_map
 from ucp_formats.deepspeed.read.stacks import EXPERT_PATTERNS, INFO, LAYERS, PARTS, ExpertStacks
 from ucp_formats.deepspeed.tp.layout import TensorLayout
@@ -32,6 +34,10 @@ def place_stacks(facts: RunFacts, wanted: Topology) -> RunFacts:
     """
     stacks, index = facts.stacks, facts.index
     present = stacks.counts.keys() & index.atoms.keys()
+    if not present and wanted.placement is not None:
+        raise TopologyError(
+            f"expected experts of AutoEP (LAYER.experts.w1, w2 and w3) for a placement; {index.path} has none: drop it"
+        )
     if not present or (wanted.ep == 1 and stacks.known_from != LAYERS):
         return replace(facts, stacks=ExpertStacks())
     if missing := [name for name in stacks.counts if name not in present]:
@@ -48,7 +54,30 @@ def place_stacks(facts: RunFacts, wanted: Topology) -> RunFacts:
             f"rank 0's on every rank, and with ZeRO 3 it does not save any:\n{format_list(frozen)}"
         )
     index = replace(index, groups=_split_groups(index, stacks, wanted.ep))
-    return replace(facts, index=index, stacks=replace(stacks, ep=wanted.ep, by_rank={}))
+    by_rank = (
+        {} if wanted.placement is None else _place_by_rank(stacks, index, list_experts(wanted.placement, wanted.ep))
+    )
+    return replace(facts, index=index, stacks=replace(stacks, ep=wanted.ep, by_rank=by_rank))
+
+
+def _place_by_rank(stacks: ExpertStacks, index: Index, placed: Mapping[int, ExpertsByRank]) -> dict[str, ExpertsByRank]:
+    """Stack to the experts of each rank, by the placement of each layer. Raises TopologyError if it misfits one."""
+    found = enumerate(find_layers(index.shapes))
+    numbers = {layer.module: at if layer.number is None else layer.number for at, layer in found}
+    by_rank, wrong = dict[str, ExpertsByRank](), list[str]()
+    for layer in stacks.layers:
+        names, ranks = [f"{layer}.experts.{part}" for part in PARTS], placed.get(numbers[layer])
+        if ranks is None:
+            wrong.append(f"{layer}: the placement has no layer {numbers[layer]}")
+        elif problem := ExpertPlacement.of(ranks, num_experts=stacks.counts[names[0]]).problem:
+            wrong.append(f"{layer}: {problem}")
+        elif not all(ranks):
+            wrong.append(f"{layer}: rank {ranks.index(())} has no expert, which ucp does not write")
+        else:
+            by_rank |= dict.fromkeys(names, ranks)
+    if wrong:
+        raise TopologyError(f"expected a placement of all experts of the model; got\n{format_list(wrong)}")
+    return by_rank
 
 
 def _split_groups(index: Index, stacks: ExpertStacks, ep: int) -> tuple[ParamGroup, ...]:
@@ -124,14 +153,13 @@ def record_layers(facts: RunFacts, *, place: int, holders: int) -> dict[str, obj
         names = [f"{layer}.experts.{part}" for part in PARTS]
         count, held = stacks.counts[names[0]], tuple(stacks.experts_of(names[0], rank) for rank in range(stacks.ep))
         shapes = {name: (count, *facts.index.atoms[name].global_shape[1:]) for name in names}
-        ranks = [{"rank": rank, "experts": list(experts)} for rank, experts in enumerate(held)]
         layers.append({
             "moe_layer_id": number,
             "module_path": layer,
             "num_experts": count,
             "num_local_experts": len(held[facts.ep_rank]),
             "ep_size": stacks.ep,
-            PLACEMENT: {"version": 1, "num_experts": count, "ep_size": stacks.ep, "ranks": ranks},
+            PLACEMENT: ExpertPlacement.of(held, num_experts=count).to_document(),
             MAPS: {"version": 1, "params": {name: write_affine_map(held, shape) for name, shape in shapes.items()}},
             "expert_key_prefix": f"{layer}.experts",
             "checkpoint_format": "zero3_partitioned" if facts.stage == 3 else "per_expert_files",

@@ -113,7 +113,11 @@ def check_experts(facts: RunFacts, wanted: Topology, names: Iterable[str]) -> Ex
                 "experts to these names, or drop ep. Under other names they are written like any other parameters"
             )
         return experts
-    uneven = [f"{prefix}*: {count} experts" for prefix, count in counts.items() if count % wanted.ep]
+    uneven = [
+        f"{prefix}*: {count} experts"
+        for prefix, count in counts.items()
+        if count % wanted.ep and prefix not in facts.stacks.by_rank
+    ]
     uneven += [f"dp={wanted.dp}"] if wanted.dp % wanted.ep else []
     if uneven:
         raise TopologyError(

@@ -54,6 +54,7 @@ class DeepSpeedTarget(EngineTarget):
 
     name = "deepspeed"
     settings = SETTINGS
+    takes_placement = True
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Files for a run of `topology`, by default the source's. Raises UsageError, MissingStateError and others."""
@@ -157,6 +158,12 @@ def _files(
         views = rank_views(facts, wanted, stages.places)
         layers = [file for view in unstaged for file in layer_files(view, pipeline)]
     notes = [*stages.notes]
+    if facts.stacks.by_rank:
+        notes.append(
+            "expert_placement says which rank holds which experts. DeepSpeed 0.19.8 records it, but gives every rank "
+            "an equal run of experts: load these files with a version that takes a placement, or write --to "
+            "deepspeed-universal"
+        )
     stages_from = "--set" if settings.partitions else "the stages of the source"
     for view in views:
         files, rank_notes = RankFiles(view, experts, wanted.ep, is_stage=pipeline is not None).draft_files()

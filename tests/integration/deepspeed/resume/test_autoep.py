@@ -33,17 +33,31 @@ NATIVE = [
     ("z2-autoep2-dp4-bf16", 2, 2, 3),
 ]
 """The same, for loads without load_universal."""
+LIVE = [
+    ("z1-autoep2", 4, 4, 1),
+    ("z3-autoep2-dp4", 2, 1, 2),
+    ("z1-autoep2", 4, 2, 3),
+    ("z1-autoep2", 2, 2, 0),
+    ("z1-autoep2-placed", 2, 2, 3),
+]
+"""The same, for `ucp.load_into`."""
 
 
-def resume(source: str, *, ranks: int, ep: int, stage: int, root: Path, universal: bool) -> Path:
-    """Load what `convert` writes, in processes of their own: DeepSpeed keeps the groups of earlier engines."""
+def resume(source: str, *, ranks: int, ep: int, stage: int, root: Path, way: str) -> Path:
+    """Load a checkpoint in processes of their own: DeepSpeed keeps the groups of earlier engines.
+
+    `way`: "universal" or "native": what `convert` writes; or "live".
+    """
+    universal, path = way == "universal", FIXTURES / source / "checkpoint"
     to, topology = ("-universal", None) if universal else ("", Topology(dp=ranks, ep=ep, zero=stage))
-    ucp.convert(FIXTURES / source / "checkpoint", root / "written", to=f"deepspeed{to}", topology=topology)
+    if way != "live":
+        ucp.convert(path, root / "written", to=f"deepspeed{to}", topology=topology)
+        path = root / "written"
     job = {
-        "base": source,
+        "base": source.removesuffix("-placed"),
         "case": {"stage": stage, "ranks": ranks, "expert_parallel_size": ep},
-        "checkpoint": str(root / "written"),
-        "live": False,
+        "checkpoint": str(path),
+        "live": way == "live",
         "universal": universal,
         "mended": universal and stage == 3,
         "unmanaged_from": None,
@@ -61,13 +75,13 @@ def resume(source: str, *, ranks: int, ep: int, stage: int, root: Path, universa
 
 
 @pytest.mark.parametrize(
-    ("source", "ranks", "ep", "stage", "universal"),
-    [*((*row, True) for row in LOADS), *((*row, False) for row in NATIVE)],
+    ("source", "ranks", "ep", "stage", "way"),
+    [(*row, way) for way, rows in {"universal": LOADS, "native": NATIVE, "live": LIVE}.items() for row in rows],
 )
 def test_every_rank_holds_its_experts_and_goes_on(
-    source: str, ranks: int, ep: int, stage: int, universal: bool, tmp_path: Path
+    source: str, ranks: int, ep: int, stage: int, way: str, tmp_path: Path
 ) -> None:
-    out = resume(source, ranks=ranks, ep=ep, stage=stage, root=tmp_path, universal=universal)
+    out = resume(source, ranks=ranks, ep=ep, stage=stage, root=tmp_path, way=way)
     held = [load_file(path) for path in sorted(out.glob("truth-ep*.safetensors"))]
     assert len(held) == ep, [path.read_text() for path in out.glob("error*")]
     checkpoint = ucp.open(FIXTURES / source / "checkpoint")
@@ -78,7 +92,8 @@ def test_every_rank_holds_its_experts_and_goes_on(
             found = parts[0] if parts[0].shape == atom.global_shape else torch.cat(parts)
             assert torch.equal(found, checkpoint.read(atom.name, state)), key
     losses, expected = (
-        json.loads((folder / "truth-ep00.json").read_text())["losses_after"] for folder in (out, FIXTURES / source)
+        json.loads((folder / "truth-ep00.json").read_text())["losses_after"]
+        for folder in (out, FIXTURES / source.removesuffix("-placed"))
     )
     tolerance = 5e-3 if "bf16" in source else 1e-5
     assert losses == pytest.approx(expected[: len(losses)], rel=tolerance)

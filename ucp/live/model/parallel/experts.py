@@ -14,12 +14,12 @@ from typing import TypeAlias
 
 from ucp.contract.plugins import pattern
 from ucp.core.layout import Pattern
+from ucp.core.topology import PlacesExperts, list_experts
 from ucp.errors import UsageError
-from ucp.placement.placement import Placement
 
 ExpertRanks: TypeAlias = Mapping[int, int | Sequence[int]]
 """Expert to the expert-parallel ranks that hold it; a rank that is listed twice holds two replicas."""
-PlacementLike: TypeAlias = ExpertRanks | Mapping[int, ExpertRanks] | Placement
+PlacementLike: TypeAlias = ExpertRanks | Mapping[int, ExpertRanks] | PlacesExperts
 """Ranks of the experts of all layers, or by layer; or a placement, whose GPUs are the ranks."""
 
 
@@ -35,8 +35,8 @@ class ExpertMap:
         """The map of the user. Raises UsageError for anything else, and for ranks not below `ep`."""
         if placement is None:
             return cls({})
-        if isinstance(placement, Placement):
-            return _from_placement(placement, ep)
+        if isinstance(placement, PlacesExperts):
+            return cls(dict(list_experts(placement, ep).items()))
         if not isinstance(placement, Mapping) or not placement:
             raise UsageError(
                 "expected placement= as a ucp.Placement, {expert: ranks} or {layer: {expert: ranks}}; "
@@ -77,16 +77,6 @@ class ExpertMap:
         """How a tensor of all experts of a layer, [experts, ...], is cut over the ranks; None as for `find_order`."""
         by_rank = self.layers.get(layer, self.layers.get(None))
         return None if by_rank is None else pattern("indexes", by_part=by_rank)
-
-
-def _from_placement(placement: Placement, ep: int) -> ExpertMap:
-    """The map of a placement. Raises UsageError unless it has a GPU for each of `ep` ranks."""
-    if placement.cluster.num_gpus != ep:
-        raise UsageError(
-            f"expected a placement on {ep} GPUs, one for each expert-parallel rank (ep={ep} in the topology); got one "
-            f"on {placement.cluster.num_gpus}"
-        )
-    return ExpertMap({layer: placement.experts_by_gpu(layer) for layer in placement.layers})
 
 
 def _parse_ranks(experts: object, where: str, ep: int) -> tuple[tuple[int, ...], ...]:

@@ -75,6 +75,10 @@ def place_run(
 
 def parse_experts(placement: PlacementLike | None, run: LiveRun, mesh: RunMesh) -> ExpertMap:
     """The map of experts that the user passed. Raises UsageError if it is wrong, or does not go with the run."""
+    if mesh.topology is not None and mesh.topology.placement is not None:
+        if placement is not None:
+            raise UsageError("expected one placement, as placement= or in the topology; got both")
+        placement = mesh.topology.placement
     if placement is not None and (run.has_global_parts or mesh.topology is None):
         has_layout = run.has_global_parts
         got = "a model whose layout is known" if has_layout else "no topology: pass one, such as dp=1"

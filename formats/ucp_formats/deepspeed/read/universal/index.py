@@ -254,14 +254,18 @@ def _check_folders(trained: Mapping[str, Shape], folders: ParameterFolders, zero
 
 
 def _check_stacks(model: ModelStates, folders: ParameterFolders, where: str) -> None:
-    """Raise UnsupportedError if stacked experts lack some of their moments: DeepSpeed issue 8147, before 0.19.5."""
-    stacks = model.stacks
+    """Raise UnsupportedError if stacked experts lack some of their moments: DeepSpeed issue 8147, before 0.19.5.
+
+    The list of layers says which parameters are stacks, and so do the files of the parameters.
+    """
+    recorded = {name: keys.get("ep_num_experts") for name, keys in folders.info.items()}
+    counts = {**{name: count for name, count in recorded.items() if count is not None}, **model.stacks.counts}
     partial = [
         f"{name}: {list(state.global_shape)} of {key}, {list(states[WEIGHT].global_shape)} of the weight"
         for name, states in folders.states.items()
-        if name in stacks.counts and WEIGHT in states
+        if name in counts and WEIGHT in states
         for key, state in states.items()
-        if state.numel > 1 and state.global_shape != (stacks.counts[name], *states[WEIGHT].global_shape[1:])
+        if state.numel > 1 and state.global_shape != (counts[name], *states[WEIGHT].global_shape[1:])
     ]
     if partial:
         raise UnsupportedError(

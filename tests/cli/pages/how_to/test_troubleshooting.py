@@ -1,0 +1,354 @@
+"""Every message on the page about troubleshooting is one that a command prints."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from ucp import UcpError, load_into
+from ucp_cli.verbs import cli
+
+ROOT = Path(__file__).resolve().parents[4]
+PAGE = ROOT / "docs" / "how-to" / "troubleshooting.md"
+ROW = re.compile(r"^\| `(.+?)` \|", re.MULTILINE)
+
+Case = Callable[[], tuple[object, ...]]
+CASES: dict[str, Case] = {}
+"""What produces a message: it damages copies in the current folder, and returns a command."""
+
+FIXTURES = {
+    "deepspeed": "deepspeed/z3-dp4-bf16/checkpoint",
+    "elastic": "deepspeed/z1-dp2-elastic/checkpoint",
+    "experts": "deepspeed/z1-ep2/checkpoint",
+    "fsdp": "torch/fsdp2-dp4/checkpoint",
+    "megatron": "megatron/llama-tp2-pp2-dp2-full/checkpoint",
+    "mixed": "deepspeed/z1-dp4-bf16/checkpoint",
+    "model": "huggingface/llama/model",
+    "shards": "huggingface/llama-sharded/model",
+    "moe": "huggingface/mixtral/model",
+}
+OPTIMIZER = "deepspeed/global_step3/bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"
+
+
+def produces(message: str) -> Callable[[Case], Case]:
+    """Register what produces a message of the page."""
+
+    def register(case: Case) -> Case:
+        CASES[message] = case
+        return case
+
+    return register
+
+
+def copy(*names: str) -> None:
+    """Copy fixtures to the current folder, under their names here."""
+    for name in names:
+        shutil.copytree(ROOT / "fixtures" / FIXTURES[name], name)
+
+
+def convert(source: str, *options: str) -> tuple[object, ...]:
+    """A command that converts a fixture."""
+    copy(source)
+    return ("convert", source, "out", *options)
+
+
+def save_numbered(*, zero: bool = False) -> None:
+    """A file of torch.save whose optimizer has no names: in an order that shapes do not tell, or without moments."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params if zero else [params[2], params[0], params[3], params[1]])
+    for _ in range(3):
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
+    for state in optimizer.state.values() if zero else ():
+        state["exp_avg"].zero_()
+        state["exp_avg_sq"].zero_()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "run.pt")
+
+
+@produces("expected a checkpoint of ...; ... is none of them")
+def empty_folder() -> tuple[object, ...]:
+    Path("empty").mkdir()
+    return ("inspect", "empty")
+
+
+@produces("holds 2 checkpoints and no file 'latest' that names one; pass one of them")
+def two_tags() -> tuple[object, ...]:
+    copy("deepspeed")
+    shutil.copytree("deepspeed/global_step3", "deepspeed/global_step6")
+    Path("deepspeed/latest").unlink()
+    return ("inspect", "deepspeed")
+
+
+@produces("expected a file at ...; got only the files of items. torch writes it last: the checkpoint was not finished")
+def save_was_killed() -> tuple[object, ...]:
+    copy("fsdp")
+    Path("fsdp/.metadata").unlink()
+    return ("inspect", "fsdp")
+
+
+@produces("is an unfinished conversion to ...; finish it with")
+def reads_an_unfinished_conversion() -> tuple[object, ...]:
+    copy("deepspeed")
+    assert CliRunner().invoke(cli, ["convert", "deepspeed", "out"]).exit_code == 0
+    Path("out").rename("out.ucp-partial")
+    Path("out.ucp-partial/journal.jsonl").touch()  # it is removed last
+    return ("inspect", "out.ucp-partial")
+
+
+@produces("problem with the files of ... missing: ... (rank 2 of 4)")
+def lost_rank() -> tuple[object, ...]:
+    copy("deepspeed")
+    Path(OPTIMIZER).unlink()
+    return ("convert", "deepspeed", "out")
+
+
+@produces("not a whole zip archive")
+def truncated() -> tuple[object, ...]:
+    copy("deepspeed")
+    Path(OPTIMIZER).write_bytes(Path(OPTIMIZER).read_bytes()[:4000])
+    return ("convert", "deepspeed", "out")
+
+
+@produces("of 4 files that .metadata refers to not found in")
+def lost_items() -> tuple[object, ...]:
+    copy("fsdp")
+    Path("fsdp/__1_0.distcp").unlink()
+    return ("convert", "fsdp", "out")
+
+
+@produces("missing: model-00002-of-00002.safetensors, which model.safetensors.index.json names")
+def unfinished_download() -> tuple[object, ...]:
+    copy("shards")
+    Path("shards/model-00002-of-00002.safetensors").unlink()
+    return ("convert", "shards", "out")
+
+
+@produces("CRC-32 differs in 1 record: these bytes are not those that were written")
+def flipped_bit() -> tuple[object, ...]:
+    copy("deepspeed")
+    with zipfile.ZipFile(OPTIMIZER) as archive:
+        largest = max(
+            (info for info in archive.infolist() if "/data/" in info.filename), key=lambda info: info.file_size
+        )
+    data = bytearray(Path(OPTIMIZER).read_bytes())
+    sizes = data[largest.header_offset + 26 : largest.header_offset + 30]
+    start = largest.header_offset + 30 + int.from_bytes(sizes[:2], "little") + int.from_bytes(sizes[2:], "little")
+    data[start] ^= 1
+    Path(OPTIMIZER).write_bytes(data)
+    return ("convert", "deepspeed", "out")
+
+
+@produces("expected the files of two ranks to differ")
+def copied_rank() -> tuple[object, ...]:
+    copy("deepspeed")
+    shutil.copy(OPTIMIZER, OPTIMIZER.replace("rank_2", "rank_1"))
+    return ("convert", "deepspeed", "out")
+
+
+@produces("of another run: ... differs from")
+def other_step() -> tuple[object, ...]:
+    copy("deepspeed")
+    state = torch.load(OPTIMIZER, weights_only=False)
+    for states in state["optimizer_state_dict"]["optimizer_state_dict"]["state"].values():
+        states["step"] = states["step"] + 1
+    torch.save(state, OPTIMIZER)
+    return ("convert", "deepspeed", "out")
+
+
+@produces("holds copies that should be equal and are not")
+def drifted() -> tuple[object, ...]:
+    copy("mixed")
+    file = "mixed/global_step3/mp_rank_00_model_states.pt"
+    state = torch.load(file, weights_only=False)
+    state["module"]["l1.weight"] += 1
+    torch.save(state, file)
+    return ("convert", "mixed", "out")
+
+
+@produces("missing: files of experts")
+def lost_expert() -> tuple[object, ...]:
+    copy("experts")
+    Path("experts/global_step3/layer_0_expert_1_mp_rank_00_model_states.pt").unlink()
+    return ("convert", "experts", "out")
+
+
+@produces("expected moments that are not zero, as steps were taken")
+def lost_moments() -> tuple[object, ...]:
+    save_numbered(zero=True)
+    return ("convert", "run.pt", "out", "--to", "dcp")
+
+
+@produces("is a virtual store, and files that it refers to have changed")
+def changed_source() -> tuple[object, ...]:
+    copy("deepspeed")
+    assert CliRunner().invoke(cli, ["convert", "deepspeed", "store", "--virtual"]).exit_code == 0
+    shutil.copy(OPTIMIZER, "other")
+    shutil.copy("other", OPTIMIZER)
+    return ("verify", "store")
+
+
+@produces("was written by DeepSpeed with a layout that cannot be read")
+def elastic() -> tuple[object, ...]:
+    return convert("elastic")
+
+
+@produces("is quantised (config.json: ...)")
+def quantised() -> tuple[object, ...]:
+    copy("model")
+    Path("model/config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    return ("convert", "model", "out")
+
+
+@produces("the optimizer numbers its parameters, and shapes do not tell which parameter number 0 is")
+def numbered() -> tuple[object, ...]:
+    save_numbered()
+    return ("convert", "run.pt", "out", "--to", "dcp")
+
+
+@produces("the optimizer has ... parameters that the model lacks")
+def half() -> tuple[object, ...]:
+    copy("fsdp")
+    words = ["convert", "fsdp", "halves", "--to", "dcp", "--set", "style=accelerate"]
+    assert CliRunner().invoke(cli, words).exit_code == 0
+    return ("inspect", "halves/optimizer_0")
+
+
+@produces("expected the ZeRO stage of the run that will load the files")
+def no_stage() -> tuple[object, ...]:
+    return convert("deepspeed", "--to", "deepspeed", "--topology", "dp=2")
+
+
+@produces("expected axis=degree with one of")
+def mistyped_topology() -> tuple[object, ...]:
+    return convert("deepspeed", "--topology", "dp2")
+
+
+@produces("expected a topology that divides the model into equal parts")
+def uneven() -> tuple[object, ...]:
+    return convert("model", "--to", "megatron", "--topology", "tp=3")
+
+
+@produces("transformers needs a config.json to load a model, and ... has none")
+def no_config() -> tuple[object, ...]:
+    return convert("deepspeed", "--to", "huggingface")
+
+
+@produces("expected names that a model family has")
+def unknown_names() -> tuple[object, ...]:
+    return convert("deepspeed", "--to", "megatron", "--topology", "tp=2")
+
+
+@produces("nothing records how many groups the model has")
+def unknown_sizes() -> tuple[object, ...]:
+    copy("megatron")
+    words = ["convert", "megatron", "named", "--to", "dcp", "--names", "huggingface", "--topology", "dp=2"]
+    assert CliRunner().invoke(cli, words).exit_code == 0
+    return ("convert", "named", "out", "--to", "megatron", "--topology", "tp=2")
+
+
+@produces("the model is not of the family")
+def wrong_family() -> tuple[object, ...]:
+    return convert("megatron", "--family", "gpt")
+
+
+@produces("expected optimizer groups and states, because ZeRO stage 1 loads weights from the optimizer files")
+def weights_alone() -> tuple[object, ...]:
+    return convert("model", "--to", "deepspeed", "--topology", "dp=2,zero=1")
+
+
+@produces("expected parameters in the order of the model, because DeepSpeed's optimizer files hold no names")
+def unknown_order() -> tuple[object, ...]:
+    return convert("moe", "--to", "deepspeed", "--topology", "dp=2,zero=1", "--optimizer", "zero")
+
+
+@produces("has no such setting (--set)")
+def unknown_setting() -> tuple[object, ...]:
+    return convert("deepspeed", "--to", "deepspeed", "--topology", "dp=2,zero=1", "--set", "stage=1")
+
+
+@produces("expected a memory budget of at least")
+def no_memory() -> tuple[object, ...]:
+    return convert("deepspeed", "--memory", "1M")
+
+
+@produces("is not empty; choose another folder, or pass --overwrite")
+def destination_exists() -> tuple[object, ...]:
+    words = convert("deepspeed")
+    assert CliRunner().invoke(cli, [str(word) for word in words]).exit_code == 0
+    return words
+
+
+@produces("is not empty, and was not written by ucp")
+def destination_of_others() -> tuple[object, ...]:
+    Path("out").mkdir()
+    Path("out/file").touch()
+    return convert("deepspeed")
+
+
+@produces("is the source ... or lies inside it")
+def destination_in_source() -> tuple[object, ...]:
+    copy("fsdp")
+    return ("convert", "fsdp", "fsdp/out")
+
+
+@produces("an unfinished conversion lies at")
+def unfinished() -> tuple[object, ...]:
+    reads_an_unfinished_conversion()
+    return ("convert", "deepspeed", "out")
+
+
+@produces("--resume continues only a conversion of the same source with the same options")
+def other_options() -> tuple[object, ...]:
+    return (*destination_exists(), "--resume", "--include", "*/weight")
+
+
+@produces("do not fit; nothing was loaded")
+def other_model() -> tuple[object, ...]:
+    copy("model")
+    load_into(torch.nn.Linear(4, 4), checkpoint="model")
+    return ()
+
+
+@produces("the checkpoint holds weights only, and no optimizer states")
+def published_model() -> tuple[object, ...]:
+    model = torch.nn.Linear(4, 4)
+    torch.save(model.state_dict(), "weights.pt")
+    load_into(model, checkpoint="weights.pt", optimizer=torch.optim.AdamW(model.parameters()))
+    return ()
+
+
+@produces("pass rename=")
+def prefix() -> tuple[object, ...]:
+    model = torch.nn.Linear(4, 4)
+    torch.save({f"model.{name}": tensor for name, tensor in model.state_dict().items()}, "weights.pt")
+    load_into(model, checkpoint="weights.pt")
+    return ()
+
+
+@pytest.mark.parametrize("message", CASES)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_command_prints_the_message(message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    try:
+        words = CASES[message]()
+        result = CliRunner().invoke(cli, [str(word) for word in words])
+        output = result.output
+        assert isinstance(result.exception, SystemExit), output
+        assert result.exit_code in (1, 2), output
+    except UcpError as error:
+        output = str(error)
+    pattern = ".*?".join(re.escape(part.strip()) for part in message.split("..."))
+    assert re.search(pattern, output, re.DOTALL), output
+
+
+def test_the_page_has_the_messages() -> None:
+    assert ROW.findall(PAGE.read_text()) == list(CASES)
