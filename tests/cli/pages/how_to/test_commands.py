@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -19,10 +20,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import ucp as package
 from tests.cli.conftest import Run
 from tests.cli.pages.how_to.small_gpt import CONFIG, SIZES, make_run, train
+from ucp_cli.verbs import cli
 
 ROOT = Path(__file__).resolve().parents[4]
 COMMAND = re.compile(r"`(ucp [^`]+)`|^ {4}((?:ucp|mkdir|ln) .*)$", re.MULTILINE)
 BLOCK = re.compile(r"^```py\n(.*?)^```", re.DOTALL | re.MULTILINE)
+LINE = re.compile(r"(?:`|^ {4}|^\$ )ucp ([^`\n#|]+)", re.MULTILINE)
 ELSEWHERE = ("s3://", "ucp bench")
 """Lines that need a bucket, or a minute."""
 
@@ -142,3 +145,23 @@ def test_resume_a_torch_save_script(folder: Path, ucp: Run) -> None:
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     assert train(model, optimizer, state["iter_num"]) == expected
+
+
+def unknown_options(line: str) -> list[str]:
+    """Options in a line that its command does not have."""
+    words = line.split()
+    command: click.Command | None = cli
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        command = command.get_command(click.Context(cli), words.pop(0))
+    assert command is not None, line
+    known = {"-h", "--help", *(option for param in command.params for option in param.opts)}
+    given = (word.partition("=")[0].rstrip(".,;:)") for word in words if re.match(r"--?[a-z]", word))
+    return [option for option in given if option not in known]
+
+
+def test_every_option_on_a_page_exists() -> None:
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if "changes" not in page.parts]
+    lines = [line for page in pages for line in LINE.findall(page.read_text())]
+    assert len(lines) > 400
+    assert [(line, unknown_options(line)) for line in lines if unknown_options(line)] == []
+    assert unknown_options("convert run out --too dcp -q") == ["--too"]
