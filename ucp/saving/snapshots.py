@@ -156,9 +156,10 @@ class Snapshots:
         return to_bytes(box).tobytes()
 
     def overlay(self, index: Index, ranks: Ranks, *, exact: bool) -> Index:
-        """`index`, with what ranks have in memory: all of one step, or, if they lack dense parts, newer experts.
+        """`index`, with what ranks have in memory: all of one step, or newer experts.
 
-        Collective. Raises StaleError if `exact` and parts are of different steps.
+        Experts alone if some dense part is in no memory, or is newer in `index`. Collective. Raises StaleError if
+        `exact` and parts are of different steps.
         """
         step = _choose_step(ranks.share([snapshot.step for snapshot in self._snapshots if snapshot.step is not None]))
         snapshots = [snapshot for snapshot in self._snapshots if step is not None and snapshot.step == step]
@@ -176,7 +177,8 @@ class Snapshots:
         expert_names = _find_experts(recovered) | _find_experts(index)
         is_named_alike = bool(index.atoms.keys() & recovered.atoms.keys())
         older = index.atoms.keys() - atoms.keys() - recovered.aliases.keys() if is_named_alike else set[str]()
-        if (recovered.atoms.keys() - atoms.keys() | older) - expert_names:
+        is_stale = step is not None and index.step is not None and step < index.step
+        if is_stale or (recovered.atoms.keys() - atoms.keys() | older) - expert_names:
             return _add_newer_experts(index, atoms, expert_names, step, exact=exact)
         extras = next(offer[1] for offer in offers if offer is not None)
         return _complete(index, replace(recovered, atoms=atoms, extras=extras), older, exact=exact)

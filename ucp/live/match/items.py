@@ -238,8 +238,8 @@ def match_states(
     has_states |= any(atom.is_cast for atom in index.atoms.values())  # a replay brings the others
     if not has_optimizer and filled:
         findings.problems.append(
-            "the checkpoint holds weights only, and no optimizer states: leave optimizer= out, or pass strict=False to "
-            "start with a new optimizer"
+            "the checkpoint holds weights only, and no optimizer states: leave optimizer= out (an engine of "
+            "DeepSpeed: optimizer=False), or pass strict=False to start with a new optimizer"
         )
     if any(matched[param.name] in grouped for param in stateful) and not has_states and index.step != 0:
         findings.problems.append(

@@ -50,18 +50,21 @@ class HolderTable:
         return self._shards_left <= 0
 
     def add(self, layout: Layout, shape: Shape) -> int:
-        """Number of the profile of a tensor; UNKNOWN if its layout has no axes, or if there are too many shards."""
-        if (layout, shape) in self._numbers:
-            return self._numbers[layout, shape]
-        number = UNKNOWN
-        if layout.all_axes and not self.is_cut_short:
-            numels = self._count_elements(layout, shape)
-            number = len(self.profiles)
-            self.profiles.append(
-                {"mesh": self._mesh(layout), "runs": _to_runs(numels), **self._draw(layout, shape, [*numels])}
-            )
-        self._numbers[layout, shape] = number
-        return number
+        """Number of the profile of a tensor; UNKNOWN if its layout has no axes, or if there are too many shards.
+
+        UNKNOWN, too, if the layout does not fit the shape: the page is for checkpoints that are in doubt.
+        """
+        if (layout, shape) not in self._numbers:
+            self._numbers[layout, shape] = UNKNOWN
+            if layout.all_axes and not self.is_cut_short:
+                try:
+                    numels = self._count_elements(layout, shape)
+                    drawing = self._draw(layout, shape, [*numels])
+                except ValueError:
+                    return UNKNOWN
+                self._numbers[layout, shape] = len(self.profiles)
+                self.profiles.append({"mesh": self._mesh(layout), "runs": _to_runs(numels), **drawing})
+        return self._numbers[layout, shape]
 
     def _mesh(self, layout: Layout) -> int:
         axes = tuple((axis.axis, axis.parts) for axis in layout.all_axes)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from base64 import b64encode
-from hashlib import sha256
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +28,10 @@ def write_page(path: Path, contents: Contents) -> None:
 
 def render(contents: Contents) -> str:
     """The page. Every text is escaped, and the browser runs no program but the one whose hash the page names."""
+    from base64 import b64encode
+    from hashlib import sha256
+    from importlib.resources import files
+
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 

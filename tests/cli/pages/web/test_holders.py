@@ -97,6 +97,13 @@ def test_copies_are_one_box() -> None:
     ]
 
 
+def test_a_layout_that_does_not_fit_is_not_drawn() -> None:
+    table = HolderTable()
+    layout = Layout(flat=(AxisLayout("dp", 2, Partition(start=160, share=120)),))
+    assert table.add(layout, (120,)) == UNKNOWN
+    assert (table.profiles, table.meshes) == ([], [])
+
+
 def test_too_many_shards_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ucp_cli.pages.web.holders._MOST_SHARDS", 10)
     table = HolderTable()

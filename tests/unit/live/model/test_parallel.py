@@ -16,7 +16,7 @@ from ucp.contract.protocols import SourceOptions
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.tensor import DType
 from ucp.core.topology import Topology
-from ucp.errors import LoadError, UsageError
+from ucp.errors import LoadError, TopologyError, UsageError
 from ucp.live.adapters import LiveModel, LiveRun
 from ucp.live.load import load_into
 from ucp.live.match.groups import LiveGroup
@@ -69,7 +69,7 @@ class Saved:
 
 
 def load(
-    path: Path, topology: str | None, locals_of, *, mark=None, **options
+    path: Path, topology: str | Topology | None, locals_of, *, mark=None, **options
 ) -> tuple[list[LoadReport], list[nn.Module]]:
     """Load on every rank, and assert that each holds what `locals_of` says. Raises what a rank raises."""
 
@@ -83,7 +83,9 @@ def load(
             assert torch.equal(param.detach(), torch.from_numpy(np.ascontiguousarray(wanted[name]))), (ranks.rank, name)
         return report, own
 
-    count = 2 if topology is None else Topology.parse(topology).ranks
+    count = 2
+    if topology is not None:
+        count = (Topology.parse(topology) if isinstance(topology, str) else topology).ranks
     found = run(count, one)
     for own in found:
         if isinstance(own, Exception):
@@ -272,8 +274,27 @@ def test_experts_in_one_tensor_by_a_placement(tmp_path):
     placement = Placement(cluster=Cluster(nodes=2, slots=3), layers={0: (2, 0, 0, 1, 2, 0)})
     held = [[2, 0, 0], [1, 2, 0]]
     load(saved.path, "dp=2,ep=2", lambda rank: {STACKED: saved[STACKED][held[rank]]}, placement=placement)
+    topology = Topology(dp=2, ep=2, placement=placement)
+    load(saved.path, topology, lambda rank: {STACKED: saved[STACKED][held[rank]]})
+    with pytest.raises(UsageError):
+        load(saved.path, topology, lambda rank: {STACKED: saved[STACKED][held[rank]]}, placement=placement)
     with pytest.raises(UsageError):
         load(saved.path, "dp=1,ep=1", lambda rank: {STACKED: saved[STACKED]}, placement=placement)
+    with pytest.raises(TopologyError):
+        Topology(dp=4, ep=4, placement=placement)
+
+
+def test_replicas_of_experts_with_names_of_their_own_are_read_once(tmp_path):
+    names = [f"layers.0.experts.{expert}.up" for expert in range(3)]
+    saved = Saved(tmp_path, dict.fromkeys(names, (64, 32)))
+    placement = Placement(cluster=Cluster(nodes=2, slots=2), layers={0: (2, 0, 1, 0)})
+    held = [[2, 0], [1, 0]]
+
+    def locals_of(rank: int) -> dict[str, np.ndarray]:
+        return {names[at]: saved[names[expert]] for at, expert in enumerate(held[rank])}
+
+    reports, _ = load(saved.path, "dp=2,ep=2", locals_of, placement=placement, exchange="always")
+    assert sum(report.nbytes_read for report in reports) == sum(saved[name].nbytes for name in names)
 
 
 @pytest.mark.parametrize(

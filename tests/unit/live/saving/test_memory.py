@@ -316,6 +316,16 @@ def test_survivors_load_at_another_topology(before: str, left: list[int | None],
     assert difference.equal, difference
 
 
+def test_a_checkpoint_that_is_newer_than_memory_is_loaded(tmp_path: Path) -> None:
+    memory, experts = ucp.Snapshots(), [*range(EXPERTS)]
+    memory.take(*make_model(experts, 5), "dp=1", step=5)
+    ucp.save(*make_model(experts, 6), "dp=1", tmp_path / "step6", step=6)
+    model, optimizer = make_model(experts, 99)
+    report = ucp.load_into(model, "dp=1", tmp_path / "step6", optimizer=optimizer, snapshots=memory)
+    assert set(read_steps(model, optimizer, experts).values()) == {6}
+    assert (report.step, report.nbytes_memory) == (6, 0)
+
+
 def test_dense_parts_are_never_of_two_steps(tmp_path: Path) -> None:
     """The second stage is lost: the first is loaded from storage, too, but for its experts."""
     saved = Saved(tmp_path / "saved", Sizes(layers=2))
