@@ -165,7 +165,9 @@ def _source(index: Index) -> dict[str, object]:
 
 def _topology(topology: Topology | None) -> dict[str, object] | None:
     """Degrees. Where experts are is an argument, not part of the document."""
-    return topology and {name: value for name, value in asdict(topology).items() if name != "placement"}
+    if topology is None:
+        return None
+    return {name: value for name, value in asdict(topology).items() if name != "placement"}
 
 
 def _atom(atom: AtomIndex, group: int | None, *, pieces: bool) -> dict[str, object]:
