@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ucp.checks.verify import DiffReport, VerifyReport
     from ucp.conversion.convert import ConvertReport
     from ucp.conversion.plan_report import PlanReport
+    from ucp.core.topology import Topology
     from ucp.moe.report import ExpertsReport
     from ucp.placement.migrate import Migration
     from ucp.placement.placement import Placement
@@ -121,7 +122,7 @@ def plan_document(report: PlanReport) -> dict[str, object]:
         "schema": "ucp.plan/1",
         **{name: value for name, value in values.items() if name not in hidden},
         "source": _source(index),
-        "topology": None if report.topology is None else asdict(report.topology),
+        "topology": _topology(report.topology),
         "files": [{"path": path, "nbytes": nbytes} for path, nbytes in report.files.items()],
         "patterns": count_patterns(index),
         "layouts": layouts,
@@ -133,6 +134,7 @@ def convert_document(report: ConvertReport) -> dict[str, object]:
     values = asdict(report)
     scratch = values.pop("scratch_bytes")
     optional = {"scratch_bytes": scratch} if scratch else {}
+    values["topology"] = _topology(report.topology)
     return {"schema": "ucp.convert/1", **values, **optional, "seconds": round(report.seconds, 3)}
 
 
@@ -156,9 +158,16 @@ def _source(index: Index) -> dict[str, object]:
         "path": index.path,
         "format": index.format,
         "producer": index.producer,
-        "topology": asdict(index.topology),
+        "topology": _topology(index.topology),
         "step": index.step,
     }
+
+
+def _topology(topology: Topology | None) -> dict[str, object] | None:
+    """Degrees. Where experts are is an argument, not part of the document."""
+    if topology is None:
+        return None
+    return {name: value for name, value in asdict(topology).items() if name != "placement"}
 
 
 def _atom(atom: AtomIndex, group: int | None, *, pieces: bool) -> dict[str, object]:

@@ -26,6 +26,8 @@ def held_by_rank(draw: st.DrawFn) -> ExpertsByRank:
     for expert in range(count):
         for rank in draw(st.sets(st.integers(0, ep - 1), min_size=1)):
             ranks[rank].append(expert)
+    if draw(st.booleans()):  # in order, so that some follow one another
+        return tuple(map(tuple, ranks))
     return tuple(tuple(draw(st.permutations(experts))) for experts in ranks)
 
 

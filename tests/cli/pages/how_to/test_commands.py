@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -19,13 +20,16 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import ucp as package
 from tests.cli.conftest import Run
 from tests.cli.pages.how_to.small_gpt import CONFIG, SIZES, make_run, train
+from ucp_cli.verbs import cli
 
 ROOT = Path(__file__).resolve().parents[4]
 COMMAND = re.compile(r"`(ucp [^`]+)`|^ {4}((?:ucp|mkdir|ln) .*)$", re.MULTILINE)
 BLOCK = re.compile(r"^```py\n(.*?)^```", re.DOTALL | re.MULTILINE)
-ELSEWHERE = ("s3://", "ucp bench")
-"""Lines that need a bucket, or a minute."""
+LINE = re.compile(r"(?:`|^ {4}|^\$ )ucp ([^`\n#|]+)", re.MULTILINE)
+ELSEWHERE = ("s3://", "ucp bench", "...", "rules.toml")
+"""Lines that need a bucket, a minute, or words of the reader."""
 
+TRAINER = "deepspeed/z2-dp2-hf-trainer/checkpoint-3"
 FOLDERS = {
     "deepspeed": "deepspeed/z3-dp4-bf16/checkpoint",
     "fsdp": "torch/fsdp2-dp4/checkpoint",
@@ -48,8 +52,11 @@ def run_commands(page: str, ucp: Run) -> int:
     for line in lines:
         program, *words = shlex.split(line, comments=True)
         if program == "ucp":
-            if words[1:]:
-                ucp(*words)
+            if not words[1:]:
+                continue
+            if words[0] == "convert" and not {"--part", "--finalize"} & set(words):
+                shutil.rmtree(words[2], ignore_errors=True)  # some pages write to one folder several times
+            ucp(*words)
         else:
             subprocess.run(line, shell=True, check=True)
     return len(lines)
@@ -79,6 +86,35 @@ def test_which_command(folder: Path, ucp: Run) -> None:
     for step, name in enumerate(("full", "later"), 1):
         package.save(*trained(step), None, name, step=step)
     assert run_commands("which-command.md", ucp) > 30
+
+
+@pytest.mark.parametrize(
+    ("page", "count", "checkpoints"),
+    [
+        ("resume-deepspeed.md", 4, {"ckpt": "deepspeed", "output/checkpoint-500": TRAINER}),
+        ("megatron-and-deepspeed.md", 3, {"ckpt": "megatron"}),
+        ("move-a-megatron-run.md", 3, {"ckpt": "megatron"}),
+        (
+            "resume-fsdp.md",
+            6,
+            {
+                "ckpt": "fsdp",
+                "state": "accelerate",
+                "output/checkpoint-500": "accelerate",
+                "fsdp/checkpoint-500": "accelerate",
+                "zero2/checkpoint-500": TRAINER,
+            },
+        ),
+    ],
+)
+def test_resume(
+    page: str, count: int, checkpoints: dict[str, str], folder: Path, ucp: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ucp("convert", "fsdp", "accelerate", "--to", "dcp", "--set", "style=accelerate")
+    for name, source in checkpoints.items():
+        shutil.copytree(ROOT / "fixtures" / source if source == TRAINER else folder / source, folder / "runs" / name)
+    monkeypatch.chdir(folder / "runs")
+    assert run_commands(page, ucp) >= count
 
 
 def test_start_from_a_hugging_face_model(ucp: Run) -> None:
@@ -142,3 +178,23 @@ def test_resume_a_torch_save_script(folder: Path, ucp: Run) -> None:
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     assert train(model, optimizer, state["iter_num"]) == expected
+
+
+def unknown_options(line: str) -> list[str]:
+    """Options in a line that its command does not have."""
+    words = line.split()
+    command: click.Command | None = cli
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        command = command.get_command(click.Context(cli), words.pop(0))
+    assert command is not None, line
+    known = {"-h", "--help", *(option for param in command.params for option in param.opts)}
+    given = (word.partition("=")[0].rstrip(".,;:)") for word in words if re.match(r"--?[a-z]", word))
+    return [option for option in given if option not in known]
+
+
+def test_every_option_on_a_page_exists() -> None:
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if "changes" not in page.parts]
+    lines = [line for page in pages for line in LINE.findall(page.read_text())]
+    assert len(lines) > 400
+    assert [(line, unknown_options(line)) for line in lines if unknown_options(line)] == []
+    assert unknown_options("convert run out --too dcp -q") == ["--too"]

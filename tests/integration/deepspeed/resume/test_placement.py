@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -15,18 +16,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ucp_formats.deepspeed.placement import read_affine_map, write_affine_map
 
+from tests.property.formats.test_expert_placement import held_by_rank
 from ucp.placement.descriptor import ExpertPlacement
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 FIXTURES = Path(__file__).resolve().parents[4] / "fixtures"
-RANKS = st.lists(st.lists(st.integers(0, 5), max_size=4).map(tuple), min_size=1, max_size=4)
+ANY = st.lists(st.lists(st.integers(0, 5), max_size=4).map(tuple), min_size=1, max_size=4)
 
 
-@given(RANKS, st.integers(1, 5), st.lists(st.integers(1, 3), max_size=2))
+@given(st.one_of(held_by_rank(), held_by_rank(), ANY), st.lists(st.integers(1, 3), max_size=2))
 def test_the_same_placements_are_accepted_and_give_the_same_pieces(
-    ranks: list[tuple[int, ...]], count: int, rest: list[int]
+    ranks: Sequence[tuple[int, ...]], rest: list[int]
 ) -> None:
+    count = 1 + max(chain(*ranks), default=0)
     record = ExpertPlacement.of(ranks, num_experts=count)
     try:
         theirs = affine.make_autoep_placement_descriptor(count, ranks)
