@@ -183,6 +183,7 @@ def place(
 
     Allocation and grouping are those of Lazarus (eq. 1, MRO), packing that of DeepSeek's EPLB.
     """
+    from ucp.moe.report import ExpertsReport
     from ucp.placement.loads import loads_of_report, parse_loads, read_loads
     from ucp.placement.place import place as place_experts
     from ucp.placement.placement import Cluster
@@ -193,11 +194,11 @@ def place(
         path = parse_path(loads)
         is_file = path.suffix in (".json", ".jsonl", ".pt", ".pth") and not is_url(str(path)) and path.is_file()
         loads = read_loads(path) if is_file else experts(path)
-    if isinstance(loads, Mapping | Sequence):
-        tokens = parse_loads(loads)
-    else:
+    if isinstance(loads, ExpertsReport):
         tokens, what = loads_of_report(loads)
         notes = (f"the loads are {what} of {loads.path}",)
+    else:
+        tokens = parse_loads(loads)
     return replace(place_experts(tokens, cluster, threshold=threshold, goal=goal), notes=notes)
 
 

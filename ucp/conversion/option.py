@@ -16,9 +16,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from operator import index
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar
 
 from ucp.contract.protocols import ParamOrder, ParamOrderLike
 from ucp.core.tensor import DType
@@ -54,6 +55,17 @@ _PART = re.compile(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*")
 """Example: 3/8."""
 
 _ARRAY = "SLURM_ARRAY_TASK_"
+
+
+def parse_step(step: SupportsIndex) -> int:
+    """A training step: a whole number of any type. Raises UsageError."""
+    try:
+        number = -1 if isinstance(step, bool) else index(step)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 1 << 63:
+        raise UsageError(f"expected a training step, a whole number of 0 or more; got {step!r}")
+    return number
 
 
 def parse_memory(memory: MemoryLike) -> int:

@@ -66,8 +66,10 @@ def replace_file(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         growing.replace(path)
-    except BaseException:
+    except BaseException as error:
         growing.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = str(path), None  # not the name beside its place, or none
         raise
     descriptor = os.open(path.parent, os.O_RDONLY)
     try:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -118,6 +119,16 @@ def plan_migration(
     `tolerance`: experts may exchange their slots, so that fewer move, if the busiest GPU gets at most this share more
     tokens and survival stays what it is; None: they keep them.
     """
+    if not isinstance(before, Placement) or not isinstance(after, Placement):
+        kinds = f"{type(before).__name__} and {type(after).__name__}"
+        raise UsageError(f"expected two placements (ucp.Placement); got {kinds}")
+    try:
+        lost = [*map(operator.index, lost)]
+    except TypeError:
+        raise UsageError(f"expected numbers of lost nodes, such as [2, 5]; got {lost!r}") from None
+    for name, number in (("bandwidth", bandwidth), ("tolerance", tolerance)):
+        if number is not None and not (isinstance(number, int | float) and 0 <= number < inf):
+            raise UsageError(f"expected a {name} that is a number of 0 or more; got {number!r}")
     absent = sorted(set(lost) - set(range(before.cluster.nodes)))
     if absent:
         raise UsageError(f"expected lost nodes of 0 to {before.cluster.nodes - 1}; got {', '.join(map(str, absent))}")
@@ -131,8 +142,6 @@ def plan_migration(
     ]
     if others:
         raise UsageError(f"expected two placements of the same experts; got\n{format_list(others)}")
-    if tolerance is not None and not 0 <= tolerance < inf:
-        raise UsageError(f"expected a tolerance of 0 or more, such as 0.05; got {tolerance}")
     survivors = [node for node in range(before.cluster.nodes) if node not in set(lost)]
     present = [_experts_on(before, node) for node in survivors]
     wanted = [_experts_on(after, node) for node in range(after.cluster.nodes)]

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +60,8 @@ def place(
     on, at least; fewer lost nodes than that lose no expert. `goal`: what is wanted most; the other decides between
     equals. Raises UsageError if there are too few slots or nodes, or loads are not numbers.
     """
+    if goal not in get_args(Goal):
+        raise UsageError(f"expected a goal of {', '.join(get_args(Goal))}; got {goal!r}")
     _check(loads, cluster, threshold)
     sets = LostNodes.of(cluster.nodes)
     candidates = {layer: _list_candidates(tokens, cluster, threshold, sets) for layer, tokens in loads.items()}

@@ -24,7 +24,7 @@ import xxhash
 
 from ucp.chain.document import Link
 from ucp.chain.window import list_needed
-from ucp.conversion.option import TopologyLike, path_parser, type_path
+from ucp.conversion.option import TopologyLike, parse_step, path_parser, type_path
 from ucp.core.index import Extra, Kind
 from ucp.core.topology import Topology
 from ucp.errors import UsageError, format_list
@@ -210,7 +210,7 @@ def save(
     facts = ranks.share(replace(holdings.facts(), plan=xxhash.xxh3_64_hexdigest(repr(plan).encode())))
     framework = run_together(ranks, run.state)
     layout = mesh.topology or framework.topology or _find_topology(holdings, ranks.count)
-    step = framework.step if step is None else step
+    step = framework.step if step is None else run_together(ranks, partial(parse_step, step))
     whole = run_together(ranks, lambda: merge_facts(facts, topology=layout, step=step, origin=framework.origin))
     narrow = partial(_narrow, plan, whole, folder, links, ep=layout.ep, snapshots=snapshots)
     kept, whole = run_together(ranks, lambda: narrow(is_running=running is not None))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 import xxhash
 
-from ucp.conversion.option import TopologyLike, path_parser, type_path
+from ucp.conversion.option import TopologyLike, parse_step, path_parser, type_path
 from ucp.core.index import AtomIndex, Extra, Fragment, Index, ParamGroup
 from ucp.core.layout import PlacedBox
 from ucp.core.region import Box
@@ -110,6 +110,7 @@ class Snapshots:
         Raises as `ucp.save`.
         """
         ranks = find_ranks(process_group, find_model_device(model))
+        step = run_together(ranks, lambda: parse_step(step))
         mesh = run_together(ranks, lambda: parse_mesh(topology, ranks.rank, ranks.count))
         path = run_together(ranks, lambda: None if like is None else path_parser("like", parse_path)(like))
         live = LiveRequest(model=model, optimizer=unwrap_optimizer(optimizer), mesh=mesh, ranks=ranks, masters=masters)

@@ -146,11 +146,15 @@ def stream(
     """
     import torch
 
+    if not hasattr(model, "named_modules"):
+        raise UsageError(f"expected a torch module; got a {type(model).__name__}")
     modules = _find_layers(model, layers)
     if model in _STREAMED:
         raise UsageError("expected a model that is not streamed yet; this one is: build it again")
     if isinstance(slots, bool) or not isinstance(slots, int) or slots < 2:
         raise UsageError(f"expected slots of 2 or more, as one layer computes while another is read; got {slots!r}")
+    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+        raise UsageError(f"expected threads of 1 or more; got {threads!r}")
     cache = parse_memory(cache_nbytes)
     ranks = find_ranks(process_group, find_model_device(model))
     request = run_together(

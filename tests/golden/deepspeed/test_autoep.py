@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from ucp_formats.deepspeed.placement import read_affine_map, write_affine_map
 from ucp_formats.deepspeed.read.stacks import PARTS, ExpertStacks
 from ucp_formats.deepspeed.write.autoep import _split_groups
 
@@ -102,6 +105,14 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
         path.unlink()
     with pytest.raises(MissingFileError, match=r"model\.layers\.1\.mlp\.experts\.w1"):
         ucp.open(source)
+
+
+@pytest.mark.parametrize("change", [{"source": [0, [-8, 2, 1]]}, {"dest": [0, [8, -2, 1]]}, {"shape": [-2, 4, 2]}])
+def test_a_piece_with_a_negative_number_is_refused(change: dict[str, object]) -> None:
+    saved: Any = copy.deepcopy(write_affine_map(((0, 1), (2,)), (3, 4, 2)))
+    saved["ranks"][0]["pieces"][0].update(change)
+    with pytest.raises(MalformedError):
+        read_affine_map(saved, "the map")
 
 
 NATIVE = [

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import ucp
 from ucp.errors import MalformedError, UsageError
 from ucp.placement.forms import read_placement
 from ucp.placement.loads import read_loads
@@ -45,6 +46,13 @@ WHOLE = Placement(cluster=TWO, layers={0: (0, 1, 1, 0)})
         lambda: plan_migration(WHOLE, WHOLE, lost={-1}),
         lambda: plan_migration(WHOLE, WHOLE, lost=(), tolerance=nan),
         lambda: plan_migration(WHOLE, Placement(cluster=TWO, layers={0: (0, 1, 1, 2)}), lost=()),
+        lambda: plan_migration(WHOLE, WHOLE, lost=1),
+        lambda: plan_migration(WHOLE, WHOLE, lost=["1"]),
+        lambda: plan_migration(WHOLE, WHOLE, lost=(), tolerance="x"),
+        lambda: plan_migration(WHOLE, WHOLE, lost=(), bandwidth=nan),
+        lambda: plan_migration(WHOLE, "placement.json", lost=()),
+        lambda: place({0: (1.0, 1.0)}, TWO, goal="best"),
+        lambda: ucp.place(None, nodes=2, slots=2),
         lambda: allot_gpus([1e308, 1e308], gpus=2),
         lambda: allot_gpus([1, 2], gpus=10**9),
         lambda: plan_migration(WHOLE, Placement(cluster=TWO, layers={1: (0, 1, 1, 0)}), lost=()),
@@ -53,6 +61,10 @@ WHOLE = Placement(cluster=TWO, layers={0: (0, 1, 1, 0)})
 def test_values_that_are_no_placement(make: Callable[[], object]) -> None:
     with pytest.raises(UsageError):
         make()
+
+
+def test_loads_may_be_an_array() -> None:
+    assert ucp.place(torch.ones(2, 3), nodes=2, slots=3).layers.keys() == {0, 1}
 
 
 def test_layers_without_loads_have_no_balance() -> None:

@@ -254,6 +254,8 @@ def _pairs(piece: Mapping[object, object], logical: Shape, local: Shape) -> list
         sides.append(_Side(require_integer(offset, where), _sizes(strides, where), shape))
     if any(len(side.strides) != len(sizes) for side in sides):
         raise MisfitError(f"a piece of shape {list(sizes)} has the strides {[list(side.strides) for side in sides]}")
+    if min((*sizes, *sides[0].strides, *sides[1].strides), default=0) < 0:
+        raise MisfitError(f"a piece of shape {list(sizes)} has a size or stride below 0")
     if not prod(sizes):
         return []
     ends = [side.offset + sum((n - 1) * by for n, by in zip(sizes, side.strides, strict=True)) for side in sides]

@@ -102,6 +102,22 @@ def test_a_run_goes_on_from_what_was_saved(tmp_path: Path) -> None:
         assert (group["lr"], group["weight_decay"]) == (again_group["lr"], again_group["weight_decay"])
 
 
+@pytest.mark.parametrize("step", ["3", 1.5, float("nan"), True, -1, 1 << 63])
+def test_a_step_is_a_whole_number(step: object, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(UsageError):
+        ucp.save(model, False, "dp=1", tmp_path / "run", step=step)  # type: ignore[call-overload]
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UsageError):
+        ucp.Snapshots().take(model, False, "dp=1", step=step)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("step", [np.int64(3), torch.tensor(3)])
+def test_a_step_of_numpy_or_torch_is_read_again(step: object, tmp_path: Path) -> None:
+    ucp.save(nn.Linear(2, 2), False, "dp=1", tmp_path / "run", step=step)  # type: ignore[call-overload]
+    assert ucp.open(tmp_path / "run").index.step == 3
+
+
 def test_replicas_write_each_tensor_once(tmp_path: Path) -> None:
     runs = [make_run(0, steps=1) for _ in range(3)]
 

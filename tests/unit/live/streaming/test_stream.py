@@ -146,11 +146,12 @@ def test_all_experts_at_once_are_refused(tmp_path: Path) -> None:
 
 def test_mistakes_are_told_before_anything_is_read(tmp_path: Path) -> None:
     path = save(Model(), tmp_path)
-    for wrong in ({"slots": 1}, {"layers": "blocks"}, {"cache_nbytes": 0}):
+    for wrong in ({"slots": 1}, {"layers": "blocks"}, {"cache_nbytes": 0}, {"threads": -1}, {"threads": "x"}):
         with pytest.raises(UsageError):
             ucp.stream(Model(), path, **wrong)  # type: ignore[arg-type]  # on purpose
-    with pytest.raises(UsageError):
-        ucp.stream(nn.Linear(2, 2), path)
+    for model in (nn.Linear(2, 2), None, [Model()]):
+        with pytest.raises(UsageError):
+            ucp.stream(model, path)  # type: ignore[arg-type]
     with pytest.raises(LoadError):
         ucp.stream(Model(layers=6), path)
 
