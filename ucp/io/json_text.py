@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Annotated, TypeVar
 
@@ -72,6 +73,15 @@ def parsed(text: bytes, *, pairs: Pairs | None = None) -> object:
             raise
         raise NotJson("a number in it has thousands of digits") from error
     return document
+
+
+def unique_names(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """For `parsed`: a dict of names that come once each. Raises NotJson."""
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise NotJson(f"it has the name {name!r} twice")
+    return entries
 
 
 def with_digest(text: bytes) -> bytes:

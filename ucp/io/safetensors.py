@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -21,7 +20,7 @@ from ucp.core.tensor import DType, TensorRef, contiguous_strides
 from ucp.core.text.typed import convert
 from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.files import open_source, read_object
-from ucp.io.json_text import parsed
+from ucp.io.json_text import parsed, unique_names
 from ucp.io.pickle.fields import describe_value
 
 _MOST_HEADER_NBYTES = 100_000_000
@@ -72,7 +71,7 @@ def read_header(path: str) -> SafetensorsHeader:
     document = _decode(text)
     if document is None:
         try:
-            entries = parsed(text, pairs=_unique)
+            entries = parsed(text, pairs=unique_names)
         except ValueError as error:
             raise _malformed(path, f"expected a header of JSON; {str(error)[:200]}") from None
         if not isinstance(entries, dict):
@@ -167,19 +166,11 @@ def _decode(text: bytes) -> dict[str, object] | None:
     first = _METADATA.match(text)
     try:
         entries = _DECODER.decode(b"{" + text[first.end() :] if first else text)
-        metadata = {} if first is None else parsed(first[1], pairs=_unique)
+        metadata = {} if first is None else parsed(first[1], pairs=unique_names)
     except (ValueError, RecursionError, msgspec.MsgspecError):
         return None
     is_unique = all(text.count(b'"%s"' % field) == len(entries) for field in (b"dtype", b"shape", b"data_offsets"))
     return {"__metadata__": metadata, **entries} if is_unique and "__metadata__" not in entries else None
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    entries = dict(pairs)
-    if len(entries) != len(pairs):
-        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"it has the name {name!r} twice")
-    return entries
 
 
 def _tensor(path: str, name: str, entry: object, start: int) -> TensorRef:

@@ -57,7 +57,9 @@ def read_back(descriptor: int, view: memoryview, offset: int) -> None:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Write a small file whole or not at all: beside its place, synced, then renamed. Raises OSError."""
-    growing = path.with_name(f".{path.name}.{os.getpid()}")
+    growing = path.parent / f".{path.name}.{os.getpid()}"
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "expected a name for a file; got a folder", str(path))
     try:
         with growing.open("wb") as file:
             file.write(data)

@@ -16,20 +16,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from msgspec import Struct, to_builtins
 
 from ucp.core.topology import ExpertsByRank
-from ucp.errors import MalformedError, UsageError, format_count, nearest
-from ucp.io.json_text import Natural, NotJson, decode
+from ucp.errors import MalformedError, UsageError, format_count, format_list, nearest
+from ucp.io.json_text import Natural, NotJson, decode, parsed, unique_names
 from ucp.io.writing import replace_file
 from ucp.placement.descriptor import ExpertPlacement, Version1
 from ucp.placement.placement import EMPTY, Placement
 from ucp.store.manifest import read_text
 
+T = TypeVar("T")
 Layers = dict[int, ExpertsByRank]
 """Number of a layer to the experts of each GPU; of all together if the form does not list GPUs."""
 
@@ -132,7 +133,7 @@ def _to_sglang(placement: Placement) -> str:
 
 
 def _from_sglang(text: bytes) -> Layers:
-    return _one_run(enumerate(decode(text, _Sglang).physical_to_logical_map))
+    return _one_run(dict(enumerate(_decode(text, _Sglang).physical_to_logical_map)))
 
 
 def _drop_dense(rows: Layers, moe_layers: Sequence[int]) -> Layers:
@@ -145,7 +146,7 @@ def _to_vllm(placement: Placement) -> str:
 
 
 def _from_vllm(text: bytes) -> Layers:
-    return _one_run(enumerate(decode(text, tuple[tuple[Natural, ...], ...])))
+    return _one_run(dict(enumerate(_decode(text, tuple[tuple[Natural, ...], ...]))))
 
 
 def _number_in_turn(rows: Layers, moe_layers: Sequence[int]) -> Layers:
@@ -169,7 +170,8 @@ def _to_eplb(placement: Placement) -> str:
 def _from_eplb(text: bytes) -> Layers:
     for line in text.splitlines():
         if b'"eplb_initial_mapping"' in line:
-            return _one_run(decode(line, _Eplb).initial_global_assignments.items())
+            record = _decode(line, _Eplb)
+            return _one_run(_check_widths(record.initial_global_assignments, record.num_slots))
     raise NotJson("it has no record eplb_initial_mapping")
 
 
@@ -179,23 +181,44 @@ def _to_trtllm(placement: Placement) -> str:
     return f"{head}{rows}layer_updates_per_iter: 0\n"
 
 
+_COMMENT = re.compile(r"(?:^|(?<=\s))#[^\n]*", re.MULTILINE)
+_NUM_SLOTS = re.compile(r"^num_slots:\s*(\d{1,9})\s*$", re.MULTILINE)
 _ROW = re.compile(r"(?P<layer>\d{1,9}):\s*(?:(?P<flow>\[[\d,\s]*\])|(?P<block>(?:\n\s*-\s*\d+)+))")
 """A layer of TensorRT-LLM's assignments. Examples: `3: [0, 1, 1, 2]`; the same with `- 0` and so on, each in a line."""
 
 
 def _from_trtllm(text: bytes) -> Layers:
-    _, key, rows = text.decode("utf-8", "replace").partition("initial_global_assignments:")
-    lists = {
-        int(m["layer"]): m["flow"] or f"[{','.join(re.findall(r'[0-9]+', m['block']))}]" for m in _ROW.finditer(rows)
-    }
+    plain = _COMMENT.sub("", text.decode("utf-8", "replace"))
+    _, key, rows = plain.partition("initial_global_assignments:")
+    lists: dict[int, str] = {}
+    for m in _ROW.finditer(rows):
+        if int(m["layer"]) in lists:
+            raise NotJson(f"layer {m['layer']} comes twice")
+        lists[int(m["layer"])] = m["flow"] or f"[{','.join(re.findall(r'[0-9]+', m['block']))}]"
     if not key or not lists:
         raise NotJson("it has no initial_global_assignments with a list of slots for each layer")
-    return _one_run((layer, decode(slots.encode(), tuple[Natural, ...])) for layer, slots in lists.items())
+    decoded = {layer: decode(slots.encode(), tuple[Natural, ...]) for layer, slots in lists.items()}
+    stated = _NUM_SLOTS.search(plain)
+    return _one_run(_check_widths(decoded, int(stated[1])) if stated else decoded)
 
 
-def _one_run(rows: Iterable[tuple[int, tuple[int, ...]]]) -> Layers:
+def _one_run(rows: Mapping[int, tuple[int, ...]]) -> Layers:
     """The slots of each layer, of all GPUs together."""
-    return {layer: (slots,) for layer, slots in sorted(rows)}
+    return {layer: (slots,) for layer, slots in sorted(rows.items())}
+
+
+def _check_widths(rows: Mapping[int, tuple[int, ...]], num_slots: int) -> Mapping[int, tuple[int, ...]]:
+    """The rows, if each has `num_slots` slots. Raises NotJson."""
+    for layer, slots in rows.items():
+        if len(slots) != num_slots:
+            raise NotJson(f"layer {layer} has {len(slots)} slots, not the {num_slots} of num_slots")
+    return rows
+
+
+def _decode(text: bytes, kind: type[T]) -> T:
+    """A document in which no name comes twice: readers would differ in which one counts. Raises NotJson."""
+    parsed(text, pairs=unique_names)
+    return decode(text, kind)
 
 
 def _to_ascend(placement: Placement) -> str:
@@ -208,10 +231,12 @@ def _to_ascend(placement: Placement) -> str:
 
 def _from_ascend(text: bytes) -> Layers:
     layers = {}
-    for layer in sorted(decode(text, _Ascend).layer_list, key=lambda layer: layer.layer_id):
+    for layer in sorted(_decode(text, _Ascend).layer_list, key=lambda layer: layer.layer_id):
         devices = sorted(layer.device_list, key=lambda device: device.device_id)
-        if [device.device_id for device in devices] != list(range(layer.device_count)):
+        if len(devices) != layer.device_count or any(n != entry.device_id for n, entry in enumerate(devices)):
             raise NotJson(f"layer {layer.layer_id} does not list each of {layer.device_count} devices once")
+        if layer.layer_id in layers:
+            raise NotJson(f"layer {layer.layer_id} comes twice")
         layers[layer.layer_id] = tuple(device.device_expert for device in devices)
     return layers
 
@@ -221,7 +246,7 @@ def _to_deepspeed(placement: Placement) -> str:
 
 
 def _from_deepspeed(text: bytes) -> Layers:
-    records = dict(sorted(decode(text, dict[int, ExpertPlacement]).items()))
+    records = dict(sorted(_decode(text, dict[int, ExpertPlacement]).items()))
     problems = [f"layer {layer}: {record.problem}" for layer, record in records.items() if record.problem]
     if problems:
         raise NotJson("; ".join(problems))
@@ -257,8 +282,12 @@ def _find_form(name: str) -> _Form:
 
 def _guess_form(text: bytes) -> _Form:
     """The form that a file has: no file has two. Raises NotJson."""
-    for form in FORMS.values():
-        with suppress(NotJson):
+    reasons = []
+    for name, form in FORMS.items():
+        try:
             form.from_text(text)
+        except NotJson as error:
+            reasons.append(f"{name}: {error}")
+        else:
             return form
-    raise NotJson("it has none of them, or is damaged")
+    raise NotJson(f"it has none of them, or is damaged:\n{format_list(reasons)}")

@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UsageError
 from ucp.io.elements import viewed
-from ucp.io.json_text import NotJson, parsed
+from ucp.io.json_text import NotJson, parsed, unique_names
 from ucp.io.torch_file.archive import read_archive
 from ucp.moe.report import ExpertsReport
 from ucp.store.manifest import read_text
@@ -35,6 +35,9 @@ _EXPECTED = (
     "expected the loads of experts: numbers by layer and expert, a file of SGLang's recorder (.pt), an EPLB log "
     "(.jsonl), or a checkpoint"
 )
+
+_MOST_DIGITS = 6
+"""Of the number of a layer: forms that list all layers list those before it, too."""
 
 
 def read_loads(path: Path) -> Loads:
@@ -53,7 +56,7 @@ def parse_loads(value: object, label: str = "loads") -> Loads:
         value = _sum_steps(value["logical_count"], label)
     if isinstance(value, Mapping):
         try:
-            by_layer = {int(layer): _to_array(row, label) for layer, row in value.items()}
+            by_layer = {_parse_layer(layer): _to_array(row, label) for layer, row in value.items()}
         except (TypeError, ValueError) as error:
             raise UsageError(f"{_EXPECTED}; {label} has {error}") from error
         if len(by_layer) < len(value):
@@ -84,6 +87,14 @@ def loads_of_report(report: ExpertsReport) -> tuple[Loads, str]:
     raise UsageError(f"{_EXPECTED}; {report.path} has neither tokens per expert nor squared gradients for all experts")
 
 
+def _parse_layer(layer: object) -> int:
+    """The number of a layer. Raises ValueError."""
+    text = str(layer)
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
+        raise ValueError(f"{layer!r} instead of the number of a layer")
+    return int(text)
+
+
 def _to_array(value: object, label: str) -> NDArray[np.float64]:
     try:
         array = np.asarray(value, dtype=np.float64)  # what is no number raises
@@ -105,7 +116,7 @@ def _sum_steps(counts: object, label: str) -> NDArray[np.float64]:
 
 def _parse(text: bytes, path: Path) -> object:
     try:
-        return parsed(text)
+        return parsed(text, pairs=unique_names)
     except NotJson as error:
         raise MalformedError(f"{_EXPECTED}; {path} is not JSON: {error}") from error
 
@@ -141,15 +152,16 @@ def _read_tensor(value: object, prober: Prober, path: Path) -> NDArray[np.float6
 
 def _sum_slots(counts: ArrayLike, mapping: ArrayLike, path: Path) -> NDArray[np.float64]:
     """[layers, experts]: tokens of the experts, from those of their slots. Both arguments: [layers, slots]."""
-    slots, experts = _to_array(counts, str(path)), _to_array(mapping, str(path)).astype(np.intp)
+    slots, numbers = _to_array(counts, str(path)), _to_array(mapping, str(path))
     if (
         not slots.size
-        or slots.shape != experts.shape
+        or slots.shape != numbers.shape
         or slots.ndim != 2
-        or (experts < 0).any()
-        or (experts >= slots.shape[1]).any()
+        or (numbers >= slots.shape[1]).any()
+        or (numbers % 1).any()
     ):
-        raise UsageError(f"{_EXPECTED}; tokens of slots in {path}, {slots.shape}, do not fit the map {experts.shape}")
+        raise UsageError(f"{_EXPECTED}; tokens of slots in {path}, {slots.shape}, do not fit the map {numbers.shape}")
+    experts = numbers.astype(np.intp)
     loads = np.zeros((len(slots), int(experts.max()) + 1))
     for layer in range(len(slots)):
         np.add.at(loads[layer], experts[layer], slots[layer])

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from ucp.core.assign import deal
 from ucp.core.index import Index
 from ucp.core.text.page import Page, Report, facts, table
 from ucp.core.text.units import count_text, nbytes_text, seconds_text
-from ucp.errors import MissingLibraryError, UsageError, format_count
+from ucp.errors import MissingLibraryError, UsageError, format_count, format_list
 from ucp.moe.layers import ExpertTensor, find_layers
 from ucp.placement.arrange import balance_nodes, deal_to_gpus
 from ucp.placement.placement import EMPTY, Placement
@@ -123,6 +124,15 @@ def plan_migration(
     if before.layers.keys() != after.layers.keys():
         texts = (", ".join(map(str, sorted(placement.layers))) for placement in (after, before))
         raise UsageError("expected a placement until now of layers {}, as the new one; got {}".format(*texts))
+    others = [
+        f"layer {layer}: {after.num_experts(layer)} experts, {before.num_experts(layer)} until now"
+        for layer in after.layers
+        if after.num_experts(layer) != before.num_experts(layer)
+    ]
+    if others:
+        raise UsageError(f"expected two placements of the same experts; got\n{format_list(others)}")
+    if tolerance is not None and not 0 <= tolerance < inf:
+        raise UsageError(f"expected a tolerance of 0 or more, such as 0.05; got {tolerance}")
     survivors = [node for node in range(before.cluster.nodes) if node not in set(lost)]
     present = [_experts_on(before, node) for node in survivors]
     wanted = [_experts_on(after, node) for node in range(after.cluster.nodes)]

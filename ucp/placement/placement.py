@@ -23,6 +23,8 @@ from ucp.placement.survival import LostNodes
 
 EMPTY = -1
 """A slot without an expert."""
+_MOST_NODES, _MOST_SLOTS = 512, 1 << 16
+"""More would take hours, and gigabytes for sets of lost nodes."""
 _MOST_LOST = 4
 """Numbers of lost nodes that a page shows the survival of."""
 
@@ -43,6 +45,11 @@ class Cluster:
             count = getattr(self, name)
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise UsageError(f"expected {name} of 1 or more; got {count!r}")
+        if self.nodes > _MOST_NODES or self.num_slots > _MOST_SLOTS:
+            raise UsageError(
+                f"expected at most {_MOST_NODES:,} nodes and {_MOST_SLOTS:,} slots for the experts of a layer; got "
+                f"{self.nodes:,} nodes and {self.num_slots:,} slots"
+            )
 
     @property
     def slots_per_node(self) -> int:
@@ -88,6 +95,8 @@ class Placement(Report):
             return [f"layer {layer}: {len(experts)} slots, where the GPUs have {self.cluster.num_slots}"]
         present = set(experts) - {EMPTY}
         count = max(self.num_experts(layer), max(present, default=0) + 1)
+        if count > len(experts):  # any number may be in a file: nothing of its size is made
+            return [f"layer {layer}: {count} experts, where the GPUs have {len(experts)} slots"]
         absent = sorted(set(range(count)) - present)
         problems = [f"layer {layer}: no slot has experts {ranges_text(absent)}"] if absent else []
         if min(present, default=0) < 0:

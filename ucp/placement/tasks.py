@@ -21,6 +21,8 @@ from math import isfinite
 from ucp.core.text.page import Page, Report, facts, table
 from ucp.errors import UsageError
 
+_MOST_GPUS = 1 << 17
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskGpus(Report):
@@ -62,8 +64,10 @@ def allot_gpus(loads: Sequence[float], *, gpus: int) -> TaskGpus:
     The busiest GPU has the least that is possible if no tasks share a GPU, and at most a third more if some do (Graham:
     heaviest first). Raises UsageError for loads that are not positive numbers, or no GPU.
     """
-    if gpus < 1 or not loads or not all(isfinite(load) and load > 0 for load in loads):
-        raise UsageError(f"expected one GPU or more, and loads above 0, such as 1:1:2; got {gpus} and {list(loads)}")
+    if not 1 <= gpus <= _MOST_GPUS or not loads or not all(load > 0 for load in loads) or not isfinite(sum(loads)):
+        raise UsageError(
+            f"expected 1 to {_MOST_GPUS:,} GPUs, and loads above 0, such as 1:1:2; got {gpus:,} and {list(loads)}"
+        )
     order = sorted(range(len(loads)), key=lambda task: (loads[task], task))  # lightest first
     sums = [*accumulate((loads[task] for task in order), initial=0.0)]
     plans = [  # the least that the busiest GPU can have, tasks that share GPUs, these GPUs

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import click
+from click.core import ParameterSource
 
 from ucp import api
 from ucp.errors import UsageError
@@ -35,6 +36,12 @@ def parse_loads_of_tasks(text: str) -> tuple[float, ...]:
         return tuple(map(float, text.split(":")))
     except ValueError:
         raise click.BadParameter(f"expected loads of tasks such as 1:1:2; got {text!r}") from None
+
+
+def _list_given() -> list[str]:
+    """Options that the command line has."""
+    context = click.get_current_context()
+    return [name for name in context.params if context.get_parameter_source(name) != ParameterSource.DEFAULT]
 
 
 @click.command(
@@ -121,7 +128,7 @@ def command(
 
     With --tasks, it says how many of --gpus each task of a multi-task run gets, so that the busiest GPU has least.
     """
-    if tasks is not None and loads is None and nodes is None and slots is None:
+    if tasks is not None and set(_list_given()) <= {"tasks", "gpus", "as_json"}:
         allotted = allot_gpus(tasks, gpus=gpus)
         if as_json:
             write_json({"schema": "ucp.tasks/1", **asdict(allotted), "load_by_gpu": allotted.load_by_gpu})
@@ -132,6 +139,8 @@ def command(
         raise UsageError("expected --loads, --nodes and --slots for experts, or --tasks and --gpus alone")
     if out is not None and form is None:
         raise UsageError(f"expected --form with --out; one of {', '.join(FORMS)}")
+    if out is not None and out == plot:
+        raise UsageError(f"expected two files for --out and --plot; got {out} for both")
     if previous is None and (lost or from_nodes or checkpoint or bandwidth or tolerance is not None):
         raise UsageError("--lost, --from-nodes, --checkpoint, --bandwidth and --tolerance are only used with --from")
     if plot is not None:

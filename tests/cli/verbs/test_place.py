@@ -44,10 +44,25 @@ def test_the_checkpoint_tells_loads_and_bytes(ucp: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [("--out", "x"), ("--lost", "1"), ("--threshold", "4"), ("--plot", "x.txt"), ("--lost", "a"), ("--slots", "0")],
+    [
+        ("--out", "x"),
+        ("--lost", "1"),
+        ("--threshold", "4"),
+        ("--plot", "x.txt"),
+        ("--lost", "a"),
+        ("--slots", "0"),
+        ("--out", "x.svg", "--form", "vllm", "--plot", "x.svg"),
+    ],
 )
 def test_mistakes_write_nothing(options: tuple[str, ...], ucp: Run, tmp_path: Path, loads: Path) -> None:
     ucp("place", "--loads", loads, "--nodes", 3, *CLUSTER, *options, code=2)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["loads.json"]
+
+
+def test_a_folder_is_no_file_to_write(ucp: Run, tmp_path: Path, loads: Path) -> None:
+    for out in (tmp_path, Path(".")):
+        ran = ucp("place", "--loads", loads, "--nodes", 3, *CLUSTER, "--form", "vllm", "--out", out, code=1)
+        assert isinstance(ran.exception, SystemExit)
     assert [entry.name for entry in tmp_path.iterdir()] == ["loads.json"]
 
 
@@ -88,6 +103,15 @@ def test_tasks_share_out_gpus(ucp: Run) -> None:
     assert "1.00 times" in ucp("place", "--tasks", "1:1:2", "--gpus", 2).stdout
 
 
-@pytest.mark.parametrize("options", [("--tasks", "1:x"), ("--tasks", "0:1"), ("--tasks", "1:1", "--nodes", "2"), ()])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--tasks", "1:x"),
+        ("--tasks", "0:1"),
+        ("--tasks", "1:1", "--nodes", "2"),
+        ("--tasks", "1:1", "--form", "vllm"),
+        (),
+    ],
+)
 def test_mistakes_about_tasks(options: tuple[str, ...], ucp: Run) -> None:
     assert ucp("place", *options, code=2).stderr
