@@ -183,22 +183,16 @@ def place(
 
     Allocation and grouping are those of Lazarus (eq. 1, MRO), packing that of DeepSeek's EPLB.
     """
-    from ucp.moe.report import ExpertsReport
-    from ucp.placement.loads import loads_of_report, parse_loads, read_loads
+    from ucp.placement.loads import describe_loads, read_loads
     from ucp.placement.place import place as place_experts
     from ucp.placement.placement import Cluster
 
     cluster = Cluster(nodes=nodes, gpus=gpus, slots=slots)
-    notes: tuple[str, ...] = ()
     if isinstance(loads, str | os.PathLike):
         path = parse_path(loads)
         is_file = path.suffix in (".json", ".jsonl", ".pt", ".pth") and not is_url(str(path)) and path.is_file()
         loads = read_loads(path) if is_file else experts(path)
-    if isinstance(loads, ExpertsReport):
-        tokens, what = loads_of_report(loads)
-        notes = (f"the loads are {what} of {loads.path}",)
-    else:
-        tokens = parse_loads(loads)
+    tokens, notes = describe_loads(loads)
     return replace(place_experts(tokens, cluster, threshold=threshold, goal=goal), notes=notes)
 
 

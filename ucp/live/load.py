@@ -18,6 +18,7 @@ from ucp.contract.protocols import Observer
 from ucp.conversion.arguments import LoadArguments, takes_options
 from ucp.conversion.option import DtypeLike, TopologyLike, type_path
 from ucp.core.index import Index
+from ucp.errors import UsageError
 from ucp.io.provenance import check_unchanged
 from ucp.live.adapters import LiveRequest
 from ucp.live.exchange.memory import Memory, carry_with_memory
@@ -232,6 +233,14 @@ def load_index(
     return decision, make_report(decision, resume, traffic, clock.seconds)
 
 
+def _check_memory(memory: object, *, at: int | str | None) -> None:
+    """Raise UsageError for what cannot be loaded from memory."""
+    if memory is not None and not isinstance(memory, Memory):
+        raise UsageError(f"expected snapshots= as ucp.Snapshots; got a {type(memory).__name__}")
+    if memory is not None and at is not None:
+        raise UsageError(f"expected snapshots=, which have the newest iteration, or at={at}; got both")
+
+
 def decide_load(
     live: LiveRequest,
     request: LoadRequest,
@@ -249,6 +258,7 @@ def decide_load(
     classes = {name: None if value is None else type(value).__name__ for name, value in objects.items()}
     check_agreement(ranks, saved, {**request.agreed, **classes})
     memory = objects.get("snapshots")  # on all ranks or on none
+    run_together(ranks, lambda: _check_memory(memory, at=source.at))
     if isinstance(memory, Memory):
         saved = memory.overlay(saved, ranks, exact=source.exact)
     clock.lap("index")

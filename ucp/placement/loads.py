@@ -72,7 +72,15 @@ def parse_loads(value: object, label: str = "loads") -> Loads:
     return loads
 
 
-def loads_of_report(report: ExpertsReport) -> tuple[Loads, str]:
+def describe_loads(value: object) -> tuple[Loads, tuple[str, ...]]:
+    """The loads in numbers, or in the report of a checkpoint, and notes on what they are. Raises UsageError."""
+    if not isinstance(value, ExpertsReport):
+        return parse_loads(value), ()
+    loads, what = _loads_of_report(value)
+    return loads, (f"the loads are {what} of {value.path}",)
+
+
+def _loads_of_report(report: ExpertsReport) -> tuple[Loads, str]:
     """The loads of a checkpoint, and what they are: tokens that it counts, or squared gradients.
 
     Raises UsageError if it has neither for all experts.

@@ -16,7 +16,7 @@ from ucp.core.index import Fragment, StateIndex
 from ucp.core.region import Box
 from ucp.core.target import full_slice
 from ucp.core.tensor import DType, TensorRef
-from ucp.errors import StaleError
+from ucp.errors import StaleError, UsageError
 from ucp.live.exchange.carry import CarryOptions
 from ucp.live.exchange.memory import carry_with_memory, memory_path
 from ucp.live.parts import LoadItem
@@ -400,3 +400,13 @@ def test_boxes_are_sent_in_rounds_by_the_ranks_that_send_least(memory: int) -> N
     results = run_threads(4, work)
     assert results[2] == ([*range(128)], 128)
     assert [len(offsets) for offsets in reads] == [4, 4, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "options", [{"snapshots": "memory"}, {"snapshots": []}, {"snapshots": ucp.Snapshots(), "at": 1}]
+)
+def test_what_is_no_memory_or_has_another_iteration_is_refused(options: dict[str, object], tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    ucp.save(model, False, "dp=1", tmp_path / "saved", step=1)
+    with pytest.raises(UsageError):
+        ucp.load_into(model, "dp=1", tmp_path / "saved", **options)  # type: ignore[arg-type]
