@@ -5,6 +5,9 @@ import os
 
 import pytest
 
+collect_ignore_glob = ["bench/*/worker.py"]
+"""Runs in an environment with transformers and accelerate."""
+
 
 def pytest_collection_finish() -> None:
     """What was imported and collected is no garbage: no search for cycles has to go through it again."""
