@@ -115,6 +115,18 @@ def test_a_piece_with_a_negative_number_is_refused(change: dict[str, object]) ->
         read_affine_map(saved, "the map")
 
 
+def test_a_step_of_another_shape_on_one_rank_is_no_step(tmp_path: Path) -> None:
+    source = shutil.copytree(ROOT / "z1-autoep2" / "checkpoint", tmp_path / "checkpoint")
+    (path,) = source.glob("*/zero_pp_rank_0_*_optim_states.pt")
+    saved = torch.load(path, weights_only=False)
+    state = saved["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+    state["step"] = state["step"][None]
+    torch.save(saved, path)
+    index = ucp.open(source).index
+    assert "step" not in index.atoms["emb.weight"].states
+    assert any("state step has the shape" in note for note in index.notes)
+
+
 NATIVE = [
     ("z1-autoep2", 4, 4, 2),
     ("z2-autoep2-dp4-bf16", 2, 1, 3),

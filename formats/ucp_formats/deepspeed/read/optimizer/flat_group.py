@@ -155,7 +155,7 @@ class _GroupReader:
             layout = self.find_layout(self.group.layouts + self.group.state_layouts, tensors)
             if layout is not None:
                 self.add_elementwise(name, tensors, layout)
-            elif all(ref.numel == 1 for ref in tensors.values()):
+            elif len({ref.shape for ref in tensors.values()}) == 1 == next(iter(tensors.values())).numel:
                 self.add_copies(name, tensors)
             else:
                 self.keep(name, values, self.describe_misfit(name, tensors))
