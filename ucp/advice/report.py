@@ -186,7 +186,7 @@ def _list_notes(methods: Sequence[Advice], runs: Sequence[Run], trace: Sequence[
     if rivals and len(runs) > 1:
         notes.append(
             f"the inputs do not decide between {best.method} and {', '.join(rivals)}: their progress overlaps. "
-            "Narrower ranges would"
+            "Pass narrower ranges"
         )
     if trace:
         notes.append(f"the simulation replayed {format_count(len(trace), 'failure')} of the trace")

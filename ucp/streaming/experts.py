@@ -81,7 +81,7 @@ class ExpertStore:
 
         self._params, self._reader, self._device = params, reader, device
         self.expert_nbytes = max(sum(pad(_row_nbytes(*param)) for param in of_one) for of_one in params.values())
-        count = max(nbytes // self.expert_nbytes, 2)
+        count = max(min(nbytes // self.expert_nbytes, len(params) + _MOST_PASSING), 2)  # more would stay empty
         pinned = device.type == "cuda"
         buffers = [torch.empty(self.expert_nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
         passing = max(1, min(_MOST_PASSING, count // 3))

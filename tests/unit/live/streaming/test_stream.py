@@ -193,6 +193,16 @@ def test_a_call_of_all_experts_reads_each_once(nbytes: int, tmp_path: Path) -> N
     stream.close()
 
 
+def test_a_cache_takes_no_more_than_all_experts(tmp_path: Path) -> None:
+    path = save(Model("rows", layers=3), tmp_path)
+    with torch.device("meta"):
+        models = [Model("rows", layers=3) for _ in range(2)]
+    streams = [
+        ucp.stream(model, path, cache_nbytes=nbytes) for model, nbytes in zip(models, (1 << 20, 1 << 30), strict=True)
+    ]
+    assert streams[0].resident_nbytes == streams[1].resident_nbytes < 1 << 20
+
+
 @torch.enable_grad()  # type: ignore[untyped-decorator]  # torch's own
 def test_gradients_are_those_of_the_whole_model(tmp_path: Path) -> None:
     """Backward needs weights of layers and experts whose turn is over."""
