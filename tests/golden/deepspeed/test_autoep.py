@@ -118,8 +118,8 @@ def test_a_piece_with_a_negative_number_is_refused(change: dict[str, object]) ->
 def test_a_step_of_another_shape_on_one_rank_is_no_step(tmp_path: Path) -> None:
     source = shutil.copytree(ROOT / "z1-autoep2" / "checkpoint", tmp_path / "checkpoint")
     (path,) = source.glob("*/zero_pp_rank_0_*_optim_states.pt")
-    saved = load_stubbed(path)
-    saved["optimizer_state_dict"]["zero_stage"] = 1  # an enum of DeepSpeed, which need not be installed
+    pytest.importorskip("deepspeed.runtime", reason="its classes are saved again; `make slice` installs it")
+    saved = torch.load(path, weights_only=False)
     state = saved["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
     state["step"] = state["step"][None]
     torch.save(saved, path)
