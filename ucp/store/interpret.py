@@ -37,6 +37,8 @@ def find_files(manifest: Manifest, root: Path) -> tuple[SourceFile, ...]:
     """
     paths = []
     for file in manifest.files:
+        if "\0" in file.path:
+            raise _wrong(root, f"a path without NUL is expected, not {file.path!r}")
         if manifest.virtual and (not file.identity or file.nbytes is None or file.mtime_ns is None):
             raise _wrong(root, f"a virtual store refers to {file.path!r} but does not record its identity")
         paths.append(str(resolve_from(root, file.path)) if manifest.virtual else inside(root, file.path))

@@ -549,6 +549,13 @@ class TestForgedManifests:
         rewrite(out, lambda manifest: manifest["files"][0].update(path=named))
         self.refused(out, rf"store .*out; got {re.escape(repr(named))}")
 
+    @pytest.mark.parametrize("virtual", [False, True])
+    def test_a_path_that_no_file_can_have(self, source, tmp_path, virtual):
+        ucp.convert(source, tmp_path / "out", virtual=virtual)
+        rewrite(tmp_path / "out", lambda manifest: manifest["files"][0].update(path="a\0b"))
+        with pytest.raises(MalformedError):
+            ucp.open(tmp_path / "out")
+
     def test_a_virtual_store_needs_an_identity_of_every_file(self, source, tmp_path):
         ucp.convert(source, tmp_path / "out", virtual=True)
         rewrite(tmp_path / "out", lambda manifest: manifest["files"][0].pop("identity"))
