@@ -276,8 +276,20 @@ def test_a_placement_that_misfits_is_refused(tmp_path: Path) -> None:
             ucp.convert(source, tmp_path / "out", to="deepspeed", placement=placement)
     with pytest.raises(UsageError):
         ucp.convert(source, tmp_path / "out", placement=half)
+    with pytest.raises(TopologyError):
+        Topology(dp=2, ep=2, placement=four)
+    two = Placement.of_ranks(dict.fromkeys((0, 1), ((0, 1), (2, 3))), nodes=2)
     with pytest.raises(UsageError):
-        ucp.convert(source, tmp_path / "out", placement=half, topology=Topology(dp=2, ep=2, placement=half))
+        ucp.convert(
+            source,
+            tmp_path / "out",
+            to="deepspeed",
+            placement=two,
+            topology=Topology(dp=2, ep=2, zero=1, placement=two),
+        )
+    one = Placement.of_ranks({0: ((0, 1),)}, nodes=1)
+    with pytest.raises(TopologyError):
+        ucp.convert(ROOT / "z1-dp2-sgd" / "checkpoint", tmp_path / "out", to="deepspeed", placement=one)
 
 
 def test_files_of_two_placements_are_refused(tmp_path: Path) -> None:
@@ -319,6 +331,21 @@ def test_stacks_become_native_experts_and_back(zero: int, tmp_path: Path) -> Non
     ucp.convert(native, back, to="deepspeed", topology="dp=2,ep=2,zero=1", rename=tmp_path / "back.toml")
     assert ucp.diff(source, back).equal
     assert ucp.open(back).index.aliases == ucp.open(source).index.aliases
+
+
+def test_experts_of_both_kinds_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "one-layer.toml").write_text(
+        "".join(f'[[rename]]\nfrom = "model.layers.1.{old}"\nto = "model.layers.1.{new}"\n' for old, new in RULES)
+    )
+    ucp.convert(ROOT / "z1-autoep2" / "checkpoint", tmp_path / "plain", to="torch")  # without the list of layers
+    with pytest.raises(UnsupportedError):
+        ucp.convert(
+            tmp_path / "plain",
+            tmp_path / "out",
+            to="deepspeed",
+            topology="dp=2,ep=2,zero=1",
+            rename=tmp_path / "one-layer.toml",
+        )
 
 
 def test_a_model_of_hugging_face_becomes_a_run_and_back(tmp_path: Path) -> None:

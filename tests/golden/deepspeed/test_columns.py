@@ -99,6 +99,13 @@ def test_a_rule_for_a_group_that_zero_partitions_is_refused(tmp_path: Path) -> N
         ucp.open(ROOT / "deepspeed-z1-dp2" / "checkpoint", patterns=rules)
 
 
+@pytest.mark.parametrize("case", ["z0-ep2-dp4", "z3-autoep2-dp4"])
+def test_a_run_of_deepspeed_without_zero_1_or_2_has_no_parts(case: str, tmp_path: Path) -> None:
+    rules = write_rules(tmp_path / "rules.toml", "emb.weight")
+    with pytest.raises(UnsupportedError):
+        ucp.open(FIXTURES / "deepspeed" / case / "checkpoint", patterns=rules)
+
+
 def test_files_of_one_rank_have_no_parts(tmp_path: Path) -> None:
     ucp.convert(ROOT / "torch-dp2" / "checkpoint", tmp_path / "whole", to="torch", patterns=RULES)
     with pytest.raises(IdleOptionError):
