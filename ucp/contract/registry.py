@@ -150,8 +150,13 @@ def data_parallel_cuts(names: Iterable[str], patterns: Path | str | None) -> dic
         return {}
     known, own_family = library().with_file(Path(patterns))
     family = known.family(own_family)
-    rules = {name: axis for name in names if (named := family.read(name)) for axis in named.rule.axes}
-    return {name: axis.make_pattern(family.values) for name, axis in rules.items() if axis.axis == "dp"}
+    return {
+        name: axis.make_pattern(family.values)
+        for name in names
+        if (named := family.read(name))
+        for axis in named.rule.axes
+        if axis.axis == "dp"
+    }
 
 
 def has_data_parallel_rules(patterns: Path | None) -> bool:

@@ -284,10 +284,10 @@ def _place_experts(chosen: Target, options: ConvertOptions, index: Index) -> Top
         )
     topology = topology or index.topology
     if isinstance(placement, Path):
-        from ucp.moe.layers import find_layers
+        from ucp.moe.layers import number_layers
         from ucp.placement.forms import read_placement
 
-        numbers = {at if layer.number is None else layer.number for at, layer in enumerate(find_layers(index.shapes))}
+        numbers = {number for number, _ in number_layers(index.shapes)}
         placement = read_placement(placement, nodes=topology.ep, moe_layers=numbers)
     return replace(topology, placement=placement)
 

@@ -120,6 +120,11 @@ class ExpertLayer:
                 yield role, row, "", ExpertTensor(param, row)
 
 
+def number_layers(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ExpertLayer]]:
+    """The layers of `find_layers`, each with its number; without one, its position among them."""
+    return [(at if layer.number is None else layer.number, layer) for at, layer in enumerate(find_layers(shapes))]
+
+
 def find_layers(shapes: Mapping[str, tuple[int, ...]]) -> tuple[ExpertLayer, ...]:
     """Layers with experts, in the order of the model; empty for a model without. `shapes`: global, by parameter.
 

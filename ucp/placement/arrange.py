@@ -26,13 +26,13 @@ def allocate(loads: Sequence[float], *, slots: int, least: int) -> tuple[int, ..
     """
     replicas = [0] * len(loads)
     exact = [Fraction(float(load)) for load in loads]  # rounded sums would give equal experts unequal numbers
-    left, tokens = slots, sum(exact)
+    slots_left, tokens = slots, sum(exact)
     order = sorted(range(len(loads)), key=lambda expert: (loads[expert], expert))
     for position, expert in enumerate(order):
-        share = left * exact[expert] / tokens if tokens else Fraction(left, len(order) - position)
+        share = slots_left * exact[expert] / tokens if tokens else Fraction(slots_left, len(order) - position)
         others = len(order) - position - 1
-        replicas[expert] = left if not others else min(max(least, int(share)), left - least * others)
-        left, tokens = left - replicas[expert], tokens - exact[expert]
+        replicas[expert] = slots_left if not others else min(max(least, int(share)), slots_left - least * others)
+        slots_left, tokens = slots_left - replicas[expert], tokens - exact[expert]
     return tuple(replicas)
 
 
@@ -61,7 +61,7 @@ def group_replicas(replicas: Sequence[int], *, nodes: int, slots: int) -> list[l
     """
     order = sorted(range(len(replicas)), key=lambda expert: (replicas[expert], expert))
     experts_by_node: list[list[int]] = [[] for _ in range(nodes)]
-    left = list(replicas)
+    unplaced = list(replicas)
     used = 0
     for start in range(0, len(order), slots):
         group = order[start : start + slots]
@@ -69,10 +69,12 @@ def group_replicas(replicas: Sequence[int], *, nodes: int, slots: int) -> list[l
         for node in range(used, used + width):
             experts_by_node[node] = list(group)
         for expert in group:
-            left[expert] -= width
+            unplaced[expert] -= width
         used += width
     vacant = [node for node in range(nodes) if len(experts_by_node[node]) < slots]
-    heap = [(replicas[expert] - left[expert], rank, expert) for rank, expert in enumerate(order) if left[expert]]
+    heap = [
+        (replicas[expert] - unplaced[expert], rank, expert) for rank, expert in enumerate(order) if unplaced[expert]
+    ]
     heapify(heap)
     while heap:
         width, rank, expert = heap[0]
@@ -81,8 +83,8 @@ def group_replicas(replicas: Sequence[int], *, nodes: int, slots: int) -> list[l
         experts_by_node[node].append(expert)
         if len(experts_by_node[node]) == slots:
             vacant.remove(node)
-        left[expert] -= 1
-        if left[expert]:
+        unplaced[expert] -= 1
+        if unplaced[expert]:
             heapreplace(heap, (width, rank, expert))
         else:
             heappop(heap)
@@ -190,4 +192,4 @@ def deal_to_gpus(experts: Sequence[int], shares: Sequence[float], *, gpus: int, 
         gpu = min((gpu for gpu in range(gpus) if len(by_gpu[gpu]) < slots), key=lambda gpu: (tokens[gpu], gpu))
         by_gpu[gpu].append(expert)
         tokens[gpu] += shares[expert]
-    return [expert for held in by_gpu for expert in held]
+    return [expert for on_gpu in by_gpu for expert in on_gpu]

@@ -19,7 +19,7 @@ from ucp.core.index import Index
 from ucp.core.text.page import Page, Report, facts, table
 from ucp.core.text.units import count_text, nbytes_text, seconds_text
 from ucp.errors import MissingLibraryError, UsageError, format_count, format_list
-from ucp.moe.layers import ExpertTensor, find_layers
+from ucp.moe.layers import ExpertTensor, number_layers
 from ucp.placement.arrange import balance_nodes, deal_to_gpus
 from ucp.placement.placement import EMPTY, Placement
 
@@ -195,9 +195,9 @@ def _exchange(placement: Placement, present: Sequence[frozenset[Expert]], tolera
 def measure_experts(index: Index) -> dict[int, int]:
     """Number of a layer to the bytes of its largest expert, with all states of a checkpoint."""
     sizes: dict[int, int] = {}
-    for number, layer in enumerate(find_layers(index.shapes)):
+    for number, layer in number_layers(index.shapes):
         experts = (sum(_nbytes_of(index, tensor) for tensor in tensors.values()) for tensors in layer.experts.values())
-        sizes[number if layer.number is None else layer.number] = max(experts, default=0)
+        sizes[number] = max(experts, default=0)
     return sizes
 
 
@@ -242,6 +242,6 @@ def _assign(present: Sequence[frozenset[Expert]], wanted: Sequence[frozenset[Exp
             "expected scipy, which assigns nodes so that fewest experts move; it is not installed. Install it "
             "(pip install 'universal-checkpoint[place]')"
         ) from error
-    lacking = [[len(experts - held) for held in present] for experts in wanted]
+    lacking = [[len(experts - survivor) for survivor in present] for experts in wanted]
     rows, columns = linear_sum_assignment(lacking)
     return dict(zip(rows.tolist(), columns.tolist(), strict=True))

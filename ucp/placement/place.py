@@ -66,7 +66,7 @@ def place(
     sets = LostNodes.of(cluster.nodes)
     candidates = {layer: _list_candidates(tokens, cluster, threshold, sets) for layer, tokens in loads.items()}
     if goal == "balance":
-        chosen = {layer: min(ways, key=lambda c: (c.peak, c.risk)) for layer, ways in candidates.items()}
+        chosen = {layer: min(choices, key=lambda c: (c.peak, c.risk)) for layer, choices in candidates.items()}
     else:
         chosen = _choose_together(candidates, sets)
     return Placement(
@@ -83,8 +83,8 @@ def arrange_replicas(replicas: Sequence[int], *, nodes: int, slots: int) -> list
     The best of grouping and spreading, each improved by exchanges: never below either of them.
     """
     sets = LostNodes.of(nodes)
-    ways = [group_replicas(replicas, nodes=nodes, slots=slots), spread_replicas(replicas, nodes=nodes)]
-    return min(map(exchange_slots, ways), key=lambda way: sets.score(sets.fatal(_masks_of(way))))
+    arrangements = [group_replicas(replicas, nodes=nodes, slots=slots), spread_replicas(replicas, nodes=nodes)]
+    return min(map(exchange_slots, arrangements), key=lambda way: sets.score(sets.fatal(_masks_of(way))))
 
 
 def _check(loads: Mapping[int, Sequence[float]], cluster: Cluster, threshold: int) -> None:
@@ -123,14 +123,14 @@ def _list_candidates(loads: Sequence[float], cluster: Cluster, threshold: int, s
     shared = allocate(loads, slots=cluster.num_slots, least=threshold)
     busiest = replicate_busiest(loads, slots=cluster.num_slots, least=threshold)
     grouped = group_replicas(shared, nodes=nodes, slots=slots)
-    ways = {
+    arrangements = {
         "grouped": grouped,
         "exchanged": exchange_slots(grouped) if _overflows(shared, nodes=nodes, slots=slots) else grouped,
         "spread": spread_replicas(shared, nodes=nodes),
         "packed": pack_replicas(loads, busiest, nodes=nodes, gpus=cluster.gpus, slots=cluster.slots),
     }
     candidates = []
-    for way, placed in ways.items():
+    for way, placed in arrangements.items():
         balanced = placed if way == "packed" else balance_nodes(placed, loads)
         masks = _masks_of(balanced)
         if min(mask.bit_count() for mask in masks) < threshold:
@@ -157,12 +157,15 @@ def _choose_together(candidates: Mapping[int, Sequence[_Candidate]], sets: LostN
     """A way for each layer, so that survival of all layers together is likeliest."""
     greedy: dict[int, _Candidate] = {}
     fatal = np.zeros_like(sets.sizes, dtype=bool)
-    for layer, ways in candidates.items():
-        greedy[layer] = min(ways, key=lambda way: (sets.score(fatal | way.fatal), way.risk, way.peak))
+    for layer, choices in candidates.items():
+        greedy[layer] = min(choices, key=lambda way: (sets.score(fatal | way.fatal), way.risk, way.peak))
         fatal = fatal | greedy[layer].fatal
-    plans = [greedy, {layer: min(ways, key=lambda way: (way.risk, way.peak)) for layer, ways in candidates.items()}]
-    for name in dict.fromkeys(way.way for ways in candidates.values() for way in ways):
-        same = {layer: way for layer, ways in candidates.items() for way in ways if way.way == name}
+    plans = [
+        greedy,
+        {layer: min(choices, key=lambda way: (way.risk, way.peak)) for layer, choices in candidates.items()},
+    ]
+    for name in dict.fromkeys(way.way for choices in candidates.values() for way in choices):
+        same = {layer: way for layer, choices in candidates.items() for way in choices if way.way == name}
         if len(same) == len(candidates):
             plans.append(same)
     return min(plans, key=lambda plan: _score_plan(plan, sets))

@@ -253,7 +253,7 @@ def test_a_placement_is_written_as_deepspeed_records_it(case: str, tmp_path: Pat
     topology = replace(ucp.open(plain).index.topology, placement=placement)
     ucp.convert(plain, tmp_path / "out", to="deepspeed", placement=tmp_path / "placement.json")
     ucp.convert(plain, tmp_path / "same", to="deepspeed", topology=topology)
-    (ours,), (same,), (theirs,) = (list((path).glob("global*")) for path in (tmp_path / "out", tmp_path / "same", kept))
+    (ours,), (same,), (theirs,) = (list(path.glob("global*")) for path in (tmp_path / "out", tmp_path / "same", kept))
     other = DIFFERENT | {"universal_checkpoint_info"} | ({"param_shapes"} if case.startswith("z0") else set())
     for path in theirs.iterdir():
         found, wanted = load_stubbed(ours / path.name), load_stubbed(path)

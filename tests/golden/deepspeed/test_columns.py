@@ -118,6 +118,12 @@ def test_deepspeed_has_no_such_files_without_zero_1_or_2(topology: str, tmp_path
         )
 
 
+def test_a_rule_may_also_be_for_other_axes(tmp_path: Path) -> None:
+    rules = write_rules(tmp_path / "rules.toml", "emb.weight", '{ pattern = "shard", dim = 1 }\ntp = "replicate"')
+    index = ucp.open(ROOT / "torch-dp2" / "checkpoint", patterns=rules).index
+    assert index.atoms["emb.weight"].layout.patterns == {"dp": "shard(dim=1)"}
+
+
 def test_a_missing_file_of_a_rank_is_named(tmp_path: Path) -> None:
     source = shutil.copytree(ROOT / "torch-dp2" / "checkpoint", tmp_path / "checkpoint")
     (source / "checkpoint_rank_0.pt").unlink()

@@ -30,7 +30,6 @@ def least_by_trying(loads: list[float], gpus: int, *, shared: bool = True) -> fl
         light = [load for load, is_light in zip(loads, kinds, strict=True) if is_light]
         heavy = [load for load, is_light in zip(loads, kinds, strict=True) if not is_light]
         for count in range(1 if light else 0, min(len(light), gpus) + 1):
-            bins = [0.0] * count
             busiest = inf if light else 0.0
             for places in product(range(count), repeat=len(light)):
                 bins = [0.0] * count
@@ -65,7 +64,7 @@ def test_every_gpu_is_used_and_all_load_is_there(loads: list[float], gpus: int) 
 
 
 @given(st.lists(st.floats(1, 1e6), min_size=1, max_size=200), st.integers(1, 500))
-def test_one_more_gpu_never_makes_the_busiest_busier(loads: list[float], gpus: int) -> None:
+def test_one_more_gpu_makes_the_busiest_a_third_busier_at_most(loads: list[float], gpus: int) -> None:
     fewer, more = (max(allot_gpus(loads, gpus=count).load_by_gpu) for count in (gpus, gpus + 1))
     assert more <= fewer * 4 / 3 + 1e-6
 

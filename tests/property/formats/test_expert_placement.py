@@ -1,5 +1,4 @@
-"""Experts by rank -> DeepSpeed's descriptor -> affine map -> experts by rank; and records that contradict each "
-"other."""
+"""Experts by rank -> DeepSpeed's descriptor -> affine map -> experts by rank; and records that contradict others."""
 
 from __future__ import annotations
 

@@ -118,8 +118,8 @@ def _section_html(section: Section) -> str:
     if section.is_list:
         return f"{title}<ul>{''.join(_tag('li', item) for (item,) in section.rows)}</ul>"
     sides = [_side("right" if column.startswith(">") else "left") for column in section.columns] or [_side("left")] * 2
-    columns = [column.removeprefix(">") for column in section.columns]
-    head = [_tag("th", text, f' scope="col"{side}') for text, side in zip(columns, sides, strict=bool(columns))]
+    heads = zip(section.columns, sides, strict=False)  # facts have none
+    head = [_tag("th", column.removeprefix(">"), f' scope="col"{side}') for column, side in heads]
     rows = [[_tag("td", cell, side) for cell, side in zip(row, sides, strict=True)] for row in section.rows]
     if not section.columns:  # facts
         labels = [_tag("th", row[0], f' scope="row"{sides[0]}') for row in section.rows]

@@ -110,9 +110,9 @@ class FileDraft:
         self._moved: dict[NewStorage, TensorRef] = {}
         self._known: dict[NewStorage, bytes] = {}
 
-    def add_slice(self, slice_: Slice) -> NewTensor:
-        """Add a tensor that holds the local tensor of a slice."""
-        return self.add_tensor(slice_.dtype, slice_.local_shape, [Part(offset=0, slice=slice_)])
+    def add_slice(self, slice_: Slice, layout: Layout | None = None) -> NewTensor:
+        """Add a tensor that holds the local tensor of a slice. `layout`: see `Part`."""
+        return self.add_tensor(slice_.dtype, slice_.local_shape, [Part(offset=0, slice=slice_, layout=layout)])
 
     def add_tensor(self, dtype: DType, shape: tuple[int, ...], parts: Iterable[Part] = ()) -> NewTensor:
         """Add a tensor of `shape` that `parts` fill; zero elsewhere."""

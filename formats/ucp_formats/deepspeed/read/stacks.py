@@ -117,20 +117,21 @@ class ExpertStacks:
         """Shape of the global tensor of a parameter; `shape`: on rank 0."""
         if name not in self.counts:
             return shape
-        if not shape or shape != self.local_shape(name, shape, 0):
+        expected = self.local_shape(name, shape, 0)
+        if not shape or shape != expected:
             raise MalformedError(
-                f"expected {len(self.experts_of(name, 0))} experts along dim 0 of {name} on the first of {self.ep} "
+                f"expected {expected[0]} experts along dim 0 of {name} on the first of {self.ep} "
                 f"expert-parallel ranks, as in {LAYERS}; got the shape {list(shape)}"
             )
         return (self.counts[name], *shape[1:])
 
     def local_shape(self, name: str, shape: Shape, rank: int) -> Shape:
         """Shape of a parameter on a rank; `shape`: on another one, or of the global tensor."""
-        return (len(self.experts_of(name, rank)), *shape[1:]) if name in self.counts else shape
+        return (len(self.experts_by_rank(name)[rank]), *shape[1:]) if name in self.counts else shape
 
-    def experts_of(self, name: str, rank: int) -> tuple[int, ...]:
-        """Experts of a stack that a rank holds, in its order."""
-        return self.by_rank[name][rank] if name in self.by_rank else divide_evenly(self.counts[name], self.ep)[rank]
+    def experts_by_rank(self, name: str) -> ExpertsByRank:
+        """Experts of a stack that each rank holds, in its order."""
+        return self.by_rank[name] if name in self.by_rank else divide_evenly(self.counts[name], self.ep)
 
     def axis(self, name: str) -> AxisLayout:
         """How the expert-parallel ranks hold a stack."""
@@ -142,14 +143,14 @@ class ExpertStacks:
         stacks = {}
         for name, count in self.counts.items():
             refs = {number: tensors.pop(f"{name}.{number}", None) for number in range(count)}
-            found = [ref for ref in refs.values() if ref is not None]
-            if len(found) < count:
+            present = [ref for ref in refs.values() if ref is not None]
+            if len(present) < count:
                 numbers = ", ".join(str(number) for number, ref in refs.items() if ref is None)
                 problems.missing.append(f"experts {numbers} of {name} (files layer_*_expert_*_model_states.pt)")
-            elif len({(ref.shape, ref.dtype) for ref in found}) > 1:
+            elif len({(ref.shape, ref.dtype) for ref in present}) > 1:
                 problems.wrong.append(f"{name}: its experts differ in shape or dtype")
             else:
-                stacks[name] = _stack(found)
+                stacks[name] = _stack(present)
         return stacks
 
 

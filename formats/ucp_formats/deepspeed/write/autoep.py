@@ -15,7 +15,7 @@ from ucp.core.index import WEIGHT, Index, Kind, ParamGroup
 from ucp.core.topology import ExpertsByRank, Topology, list_experts
 from ucp.errors import MissingStateError, TopologyError, UnsupportedError, format_list
 from ucp.io.torch_file.draft import FinishedFile
-from ucp.moe.layers import find_layers
+from ucp.moe.layers import number_layers
 from ucp.placement.descriptor import ExpertPlacement
 from ucp_formats.deepspeed.placement import MAPS, PLACEMENT, write_affine_map
 from ucp_formats.deepspeed.read.stacks import EXPERT_PATTERNS, INFO, LAYERS, PARTS, ExpertStacks
@@ -62,8 +62,7 @@ def place_stacks(facts: RunFacts, wanted: Topology) -> RunFacts:
 
 def _place_by_rank(stacks: ExpertStacks, index: Index, placed: Mapping[int, ExpertsByRank]) -> dict[str, ExpertsByRank]:
     """Stack to the experts of each rank, by the placement of each layer. Raises TopologyError if it misfits one."""
-    found = enumerate(find_layers(index.shapes))
-    numbers = {layer.module: at if layer.number is None else layer.number for at, layer in found}
+    numbers = {layer.module: number for number, layer in number_layers(index.shapes)}
     by_rank, wrong = dict[str, ExpertsByRank](), list[str]()
     for layer in stacks.layers:
         names, ranks = [f"{layer}.experts.{part}" for part in PARTS], placed.get(numbers[layer])
@@ -117,13 +116,13 @@ def _limit(group: ParamGroup, numels: dict[str, int], limit: int) -> Iterator[Pa
 
 def stack_view(facts: RunFacts, rank: int) -> RunFacts:
     """Facts of expert-parallel rank `rank`, with the shapes that the stacks have there."""
+    if not facts.stacks.counts:
+        return facts
     index, cuts = facts.index, dict(facts.cuts)
     for name in facts.stacks.counts:
         axis = facts.stacks.axis(name)
         shape = index.atoms[name].global_shape
         cuts[name] = TensorLayout(axis.pattern, shape, axis.parts, axis.axis, axis.known_from)
-    if not facts.stacks.counts:
-        return facts
     atoms = localize(index.atoms, cuts, rank)
     return replace(facts, index=replace(index, atoms=atoms), cuts=cuts, ep_rank=rank)
 
@@ -151,16 +150,16 @@ def record_layers(facts: RunFacts, *, place: int, holders: int) -> dict[str, obj
     stacks, layers = facts.stacks, list[object]()
     for number, layer in enumerate(stacks.layers):
         names = [f"{layer}.experts.{part}" for part in PARTS]
-        count, held = stacks.counts[names[0]], tuple(stacks.experts_of(names[0], rank) for rank in range(stacks.ep))
+        count, by_rank = stacks.counts[names[0]], stacks.experts_by_rank(names[0])
         shapes = {name: (count, *facts.index.atoms[name].global_shape[1:]) for name in names}
         layers.append({
             "moe_layer_id": number,
             "module_path": layer,
             "num_experts": count,
-            "num_local_experts": len(held[facts.ep_rank]),
+            "num_local_experts": len(by_rank[facts.ep_rank]),
             "ep_size": stacks.ep,
-            PLACEMENT: ExpertPlacement.of(held, num_experts=count).to_document(),
-            MAPS: {"version": 1, "params": {name: write_affine_map(held, shape) for name, shape in shapes.items()}},
+            PLACEMENT: ExpertPlacement.of(by_rank, num_experts=count).to_document(),
+            MAPS: {"version": 1, "params": {name: write_affine_map(by_rank, shape) for name, shape in shapes.items()}},
             "expert_key_prefix": f"{layer}.experts",
             "checkpoint_format": "zero3_partitioned" if facts.stage == 3 else "per_expert_files",
             "checkpoint_format_version": 1 if facts.stage == 3 else None,

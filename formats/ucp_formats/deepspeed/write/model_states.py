@@ -34,15 +34,15 @@ def module_tensors(draft: AtomDraft, facts: RunFacts, kinds: Iterable[Kind] = Ki
     return _add_rest(draft, facts, module, 0)
 
 
-def placeholders(draft: AtomDraft, facts: RunFacts, rank: int, names: Iterable[str]) -> Module:
-    """Tensors `names` of the module as stage 3 saves it: the buffers of `rank`, an empty tensor for each parameter.
+def placeholders(draft: AtomDraft, facts: RunFacts, rank: int) -> Module:
+    """The module as stage 3 saves it: the buffers of `rank`, an empty tensor for each parameter but stacked experts.
 
     One empty tensor per type serves all parameters, which keeps the files of thousands of ranks small.
     """
     buffers = dict(facts.extras.with_prefix("buffer/", rank))
     empty: dict[DType, NewTensor] = {}
     module: Module = OrderedDict()
-    for atom in map(facts.index.atoms.__getitem__, names):
+    for atom in (atom for name, atom in facts.index.atoms.items() if name not in facts.stacks.counts):
         if atom.name in buffers:
             module[atom.name] = draft.copy_extra(buffers[atom.name])
         elif atom.kind is Kind.BUFFER:

@@ -222,9 +222,8 @@ class RankFiles:
     ) -> Iterator[FinishedFile]:
         """Both files of a rank under stage 3; `facts`: with its part of stacks."""
         draft = facts.draft(self._path("model", rank))
-        parameters = [name for name in facts.index.atoms if name not in facts.stacks.counts]
         values: dict[str, object] = {
-            "module": placeholders(draft, facts, rank, parameters),
+            "module": placeholders(draft, facts, rank),
             "param_shapes": shapes(facts.index, [tuple(sub.chunks.numels) for _, subs in cut for sub in subs]),
             "shared_params": dict(facts.index.aliases) if rank == 0 else {},
             **layers,

@@ -29,7 +29,7 @@ from ucp.core.target import TargetOptions, TargetPlan, full_slice
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
 from ucp.io.pickle.values import GlobalName, Stub, walk
-from ucp.io.torch_file.draft import FileDraft, Part, make_target_plan
+from ucp.io.torch_file.draft import FileDraft, make_target_plan
 from ucp.io.torch_file.storage import NewTensor
 from ucp.transfer.probe import Prober
 from ucp_formats.torch.extras import extra_paths
@@ -58,14 +58,14 @@ class TorchTarget(Target):
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """The file, or one for each rank. Raises UsageError, MissingStateError, TopologyError."""
-        ranks = 1 if topology is None else topology.dp
-        cuts = lay_out_cuts(index, options.patterns, ranks)
-        if topology is not None and topology.ranks > (ranks if cuts else 1):
+        cuts = {} if topology is None else lay_out_cuts(index, options.patterns, topology.dp)
+        ranks = topology.dp if topology is not None and cuts else 1
+        if topology is not None and topology.ranks > ranks:
             raise UsageError(f"one file holds the whole checkpoint for any number of ranks: drop --topology {topology}")
         check_options(options, {})
         check_weights(index)
         with Prober() as prober:
-            drafts = [_TorchDraft(index, options, prober, cuts, rank) for rank in range(ranks if cuts else 1)]
+            drafts = [_TorchDraft(index, options, prober, cuts, rank) for rank in range(ranks)]
             files = [draft.file.finish(draft.root()) for draft in drafts]
         plan = make_target_plan(index, files, notes=drafts[0].notes, topology=topology if cuts else None)
         plan = replace(plan, casts=(*plan.casts, *drafts[0].counts.casts), dropped=drafts[0].dropped)
@@ -135,8 +135,7 @@ class _TorchDraft:
             return self.file.add_slice(full)
         part = locate_shard(layout, atom.global_shape, coords={"dp": self._rank})
         pairs = tuple(region.pair for region in part.regions)
-        part_slice = replace(full, pairs=pairs, local_shape=part.local_shape, stop=part.numel)
-        return self.file.add_tensor(dtype, part.local_shape, [Part(offset=0, slice=part_slice, layout=layout)])
+        return self.file.add_slice(replace(full, pairs=pairs, local_shape=part.local_shape, stop=part.numel), layout)
 
     def _add_extras(self, root: dict[object, object], model: dict[object, object]) -> None:
         """Add extras that have a place, if `weights_only` unpickles them: no objects of classes."""
