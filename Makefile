@@ -134,4 +134,4 @@ bench-scale: $(VENV)/.installed-bench
 	$(BIN)/python -m tests.bench.scale
 
 clean:
-	rm -rf $(VENV) $(VENV)-transformers .mcore .bench demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
+	rm -rf $(VENV) $(VENV)-transformers .mcore .bench .site dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

@@ -59,7 +59,9 @@ def log_report(report: Report, *, rank: int = 0) -> None:
     for part in report.page():
         if isinstance(part, Section) and part.is_list:
             level = logging.WARNING if part.title in _ALARMING else logging.INFO
-            texts = [printable(item) for (item,) in part.rows]
-            texts[_MOST:] = [f"{len(texts) - _MOST:,} more"] if len(texts) > _MOST else []
-            for text in texts if rank == 0 or level == logging.WARNING else ():
-                LOGGER.log(level, "%s: %s", part.title, text)
+            if rank != 0 and level == logging.INFO:
+                continue
+            for (item,) in part.rows[:_MOST]:
+                LOGGER.log(level, "%s: %s", part.title, printable(item))
+            if len(part.rows) > _MOST:
+                LOGGER.log(level, "%s: %s more", part.title, f"{len(part.rows) - _MOST:,}")

@@ -12,7 +12,7 @@ from ucp.core.text.units import count_text, ranges_text
 from ucp.errors import format_count
 from ucp.transfer.differences import Change
 
-_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
+_NUMBER = re.compile(r"(?<![^.])[0-9]{1,18}(?![^.])")
 """A part of a name that is a number, such as 12 in layers.12.mlp.weight."""
 
 

@@ -14,6 +14,7 @@ from ucp.conversion.option import DtypeLike, TopologyLike, type_path
 from ucp.core.index import STEP
 from ucp.errors import MissingLibraryError, UsageError
 from ucp.live.load import load_into
+from ucp.live.model.parallel.experts import PlacementLike
 from ucp.live.report import LoadReport
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class LoadIntoArguments(LoadArguments, total=False):
     exchange: Literal["auto", "always", "never"]
     verify: bool
     progress: bool | Observer
+    placement: PlacementLike | None
 
 
 class ResumeArguments(LoadIntoArguments, total=False):

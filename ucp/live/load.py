@@ -233,12 +233,13 @@ def load_index(
     return decision, make_report(decision, resume, traffic, clock.seconds)
 
 
-def _check_memory(memory: object, *, at: int | str | None) -> None:
-    """Raise UsageError for what cannot be loaded from memory."""
-    if memory is not None and not isinstance(memory, Memory):
+def _check_memory(memory: object, *, at: int | str | None) -> Memory:
+    """What the user passed as snapshots=. Raises UsageError for what cannot be loaded from memory."""
+    if not isinstance(memory, Memory):
         raise UsageError(f"expected snapshots= as ucp.Snapshots; got a {type(memory).__name__}")
-    if memory is not None and at is not None:
+    if at is not None:
         raise UsageError(f"expected snapshots=, which have the newest iteration, or at={at}; got both")
+    return memory
 
 
 def decide_load(
@@ -257,9 +258,8 @@ def decide_load(
     saved = saved or read_once(ranks, request.path, lambda: read(request.path, source=source))
     classes = {name: None if value is None else type(value).__name__ for name, value in objects.items()}
     check_agreement(ranks, saved, {**request.agreed, **classes})
-    memory = objects.get("snapshots")  # on all ranks or on none
-    run_together(ranks, lambda: _check_memory(memory, at=source.at))
-    if isinstance(memory, Memory):
+    if objects.get("snapshots") is not None:  # on all ranks or on none
+        memory = run_together(ranks, lambda: _check_memory(objects["snapshots"], at=source.at))
         saved = memory.overlay(saved, ranks, exact=source.exact)
     clock.lap("index")
     run = run_together(ranks, lambda: describe_run(live))

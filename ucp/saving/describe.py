@@ -30,7 +30,7 @@ from ucp.source.read import index_of
 
 
 def describe_parts(
-    live: LiveRequest, like: Path | None, first_link: Path | None, placement: PlacementLike | None = None
+    live: LiveRequest, like: Path | None, first_link: Path | None, placement: PlacementLike | None
 ) -> LiveRun:
     """This rank's part of the run, by names and parts of the whole model. Collective.
 

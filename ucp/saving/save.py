@@ -211,11 +211,13 @@ def save(
     framework = run_together(ranks, run.state)
     layout = mesh.topology or framework.topology or _find_topology(holdings, ranks.count)
     step = framework.step if step is None else run_together(ranks, partial(parse_step, step))
-    whole = run_together(ranks, lambda: merge_facts(facts, topology=layout, step=step, origin=framework.origin))
-    narrow = partial(_narrow, plan, whole, folder, links, ep=layout.ep, snapshots=snapshots)
-    kept, whole = run_together(ranks, lambda: narrow(is_running=running is not None))
-    kept_shares = plan_save([[item for item in of_rank.items if kept.holds(item, of_rank)] for of_rank in facts])
-    shares = [[item for item in share if item.param in whole.atoms] for share in kept_shares]
+    merged = run_together(ranks, lambda: merge_facts(facts, topology=layout, step=step, origin=framework.origin))
+    narrow = partial(_narrow, plan, merged, folder, links, ep=layout.ep, snapshots=snapshots)
+    copied_run, saved = run_together(ranks, lambda: narrow(is_running=running is not None))
+    copied_shares = plan_save(
+        [[item for item in of_rank.items if copied_run.holds(item, of_rank)] for of_rank in facts]
+    )
+    shares = [[item for item in share if item.param in saved.atoms] for share in copied_shares]
     rank_extras = run_together(
         ranks, lambda: list(_collect_extras(scheduler, scaler, extras, framework.extras, ranks.rank))
     )
@@ -225,7 +227,7 @@ def save(
         run_together(ranks, lambda: begin(folder, replaced=not is_listed) if ranks.rank == 0 else None)
     job = SaveJob(
         folder=folder,
-        run=whole,
+        run=saved,
         rank=ranks.rank,
         ranks=ranks.count,
         share=shares[ranks.rank],
@@ -237,17 +239,17 @@ def save(
     planned = tuple(sum(item.nbytes for item in share) for share in shares)
     report = SaveReport(
         path=str(folder),
-        step=whole.step,
-        tensors=len(whole.atoms),
+        step=saved.step,
+        tensors=len(saved.atoms),
         nbytes_written=planned[ranks.rank],
         nbytes_planned=planned,
         seconds=0.0,
     )
     if asynchronous:
-        to_keep = replace(job, run=kept, share=kept_shares[ranks.rank])
+        to_keep = replace(job, run=copied_run, share=copied_shares[ranks.rank])
         copied = run_together(ranks, lambda: to_keep.snapshot(earlier))
         if snapshots is not None:
-            snapshots.keep(copied, whole.atoms if running is None else ())
+            snapshots.keep(copied, saved.atoms if running is None else ())
         job = replace(job, tensors=copied.tensors, extras=copied.extras)
         return running or start(job, ranks, report, is_kept=snapshots is not None)
     run_together(ranks, job.write)
@@ -291,12 +293,14 @@ def _narrow(
         buffers = frozenset(name for name, atom in run.atoms.items() if atom.kind is Kind.BUFFER)
         saved = run.narrow(*plan.divide(find_operators(shapes, buffers), step))
         return saved, saved
-    held = frozenset[str]() if is_running else list_held(links, run.atoms)  # whose links may be removed meanwhile
-    turn = plan.next_turn(shapes, held, ep=ep) if snapshots is None else snapshots.turn
-    kept = run.narrow(plan.find_unsaved(shapes, turn=turn, ep=ep))
+    link_params = (
+        frozenset[str]() if is_running else list_held(links, run.atoms)
+    )  # whose links may be removed meanwhile
+    turn = plan.next_turn(shapes, link_params, ep=ep) if snapshots is None else snapshots.turn
+    copied = run.narrow(plan.find_unsaved(shapes, turn=turn, ep=ep))
     if snapshots is None:
-        return kept, kept
-    return kept, run.narrow(plan.find_unsaved(shapes, turn=turn, ep=ep, last=snapshots.last))
+        return copied, copied
+    return copied, run.narrow(plan.find_unsaved(shapes, turn=turn, ep=ep, last=snapshots.last))
 
 
 def _check_scalars(plan: Plan, extras: Sequence[Extra]) -> None:

@@ -139,6 +139,7 @@ class Snapshots:
     def keep(self, job: SaveJob, written: Collection[str]) -> None:
         """Keep the share of a save in place of the last one. `written`: parameters that are written, too."""
         facts = RankFacts(atoms=job.run.atoms, groups=job.run.groups, items=tuple(job.tensors))
+        self._offered = {}
         self._snapshots = [Snapshot(step=job.run.step, facts=facts, tensors=job.tensors, is_shared=True)]
         self.turn += 1
         if job.run.step is not None:

@@ -6,7 +6,7 @@ stacked parameters, the module gets `Rows`, of which it can take one row at a ti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -89,9 +89,6 @@ class ExpertStore:
         self._passing: list[_FreeBuffer] = [(buffer, None) for buffer in buffers[:passing]]
         self._free: list[_FreeBuffer] = [(buffer, None) for buffer in buffers[passing:]]
         self.cache: Cache[ExpertKey, Expert] = Cache(len(self._free), self._read, history=True, release=self._release)
-
-    def __iter__(self) -> Iterator[ExpertKey]:
-        return iter(self._params)
 
     @property
     def nbytes(self) -> int:

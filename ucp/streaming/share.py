@@ -81,7 +81,7 @@ def _plan_layer(entries: Sequence[tuple[StreamedParam, int, tuple[int, ...]]], r
             offsets[number] = position
             position += pad(entries[number][0].nbytes)
         if len(members) == 1:
-            reads += (ReadRange(param, 0, param.numel, offsets[n]) for n in numbers for param, _, _ in [entries[n]])
+            reads += (ReadRange(entries[n][0], 0, entries[n][0].numel, offsets[n]) for n in numbers)
             continue
         count = -(-(position - first) // (len(members) * _PART))
         part = pad(-(-(position - first) // (len(members) * count)))

@@ -11,6 +11,7 @@ model.generate(...)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Literal, Unpack
@@ -60,6 +61,8 @@ class Stream(Report):
     _reader: Reader
     _ring: Ring
     _experts: ExpertStore | None
+    _group: ProcessGroup | None
+    """Made for this stream alone."""
 
     @property
     def nbytes_read(self) -> int:
@@ -80,6 +83,11 @@ class Stream(Report):
         """Stop reading. The model cannot compute any more."""
         self._ring.close()
         self._reader.close()
+        if self._group is not None:
+            from torch import distributed
+
+            with suppress(ValueError):  # it was destroyed before, as all groups at the end of a program
+                distributed.destroy_process_group(self._group)
 
     def page(self) -> Page:
         """What is streamed, and what was read."""
@@ -170,7 +178,10 @@ def stream(
             **options,
         ),
     )
-    peers = _find_peers(ranks, process_group) if request.carry.exchange is Exchange.ALWAYS else SingleRank()
+    peers: Ranks = SingleRank()
+    group = None
+    if request.carry.exchange is Exchange.ALWAYS:
+        peers, group = _find_peers(ranks, process_group)
     live = LiveRequest(model=model, optimizer=False, mesh=request.mesh, ranks=ranks, dtype=request.dtype)
     decision, _ = decide_load(live, request, ResumeOptions(policy=request.rank_extras), {}, Clock(), saved=None)
     device = decision.run.model.device or find_model_device(model)
@@ -211,19 +222,21 @@ def stream(
         reader,
         ring,
         experts,
+        group,
     )
 
 
-def _find_peers(ranks: Ranks, group: ProcessGroup | Ranks | None) -> Ranks:
-    """The ranks that exchange what they read, in the background: by a group that the model does not use. Collective."""
+def _find_peers(ranks: Ranks, group: ProcessGroup | Ranks | None) -> tuple[Ranks, ProcessGroup | None]:
+    """The ranks that exchange what they read, in the background, and the group that is made for it. Collective."""
     import torch
     from torch import distributed
 
     if group is None and ranks.count > 1:
-        return ProcessGroupRanks(distributed.new_group(backend="gloo"), torch.device("cpu"))
+        made = distributed.new_group(backend="gloo")  # which the model does not use
+        return ProcessGroupRanks(made, torch.device("cpu")), made
     if ranks.device.type != "cpu":
         raise UnsupportedError("expected process_group with backend gloo for exchange='always'; or leave it out")
-    return ranks
+    return ranks, None
 
 
 def _find_layers(model: nn.Module, path: str | None) -> dict[str, nn.Module]:

@@ -13,7 +13,6 @@ from ucp.contract.protocols import Observer
 from ucp.conversion.arguments import ExpertArguments, SourceArguments
 from ucp.core.text.overview import describe_missing
 from ucp.errors import CorruptError, FamilyError, SourceError, StaleError, UsageError
-from ucp.moe.report import ExpertsReport
 from ucp.source.selection import NameFilter
 from ucp_cli.options import PATH, as_html, as_json, example, progress, takes_options
 from ucp_cli.pages.documents import experts_document, index_document, survey_document

@@ -31,7 +31,7 @@ _MARKS = "·▁▂▃▄▅▆▇█"
 _WIDEST = 64
 """Marks in a row, at most."""
 
-_LAYER = re.compile(r"(?:^|\.)(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)(\d{1,18})\.")
 """Number of a layer in a name: the first number. Examples: decoder.layers.3.mlp, 3.attention."""
 
 
@@ -253,23 +253,25 @@ def _place(index: Index, state: StateIndex, fragment: Fragment) -> tuple[str, st
 _NUMBER = re.compile(r"\d+", re.ASCII)
 
 
+def survey_sections(survey: Survey, problem: str) -> list[Section]:
+    """What every page of a checkpoint that cannot be read begins with. `problem`: why it cannot."""
+    evidence = f" ({', '.join(survey.evidence)})" if survey.evidence else ""
+    summary = [
+        ("checkpoint", survey.path),
+        ("format", f"{survey.format}{evidence}"),
+        ("readable", "NO: see Problems"),
+        ("files", f"{count_text(len(survey.files))} of {nbytes_text(sum(file.nbytes for file in survey.files))}"),
+    ]
+    return [facts(summary), lines("Problems", [problem])]
+
+
 def survey_page(survey: Survey, problem: str, *, each: bool) -> list[Section | RenderableType | None]:
     """The parts of the page. `problem`: why it cannot be read; `each`: a line for every file."""
     root = survey.path if path_of(survey.path).is_dir() else os.path.dirname(survey.path)
     sizes = {os.path.relpath(file.path, root): file.nbytes for file in survey.files}
-    evidence = f" ({', '.join(survey.evidence)})" if survey.evidence else ""
-    total = f"{count_text(len(sizes))} of {nbytes_text(sum(sizes.values()))}"
     each_file = [(name, nbytes_text(nbytes)) for name, nbytes in sizes.items()]
     return [
-        facts(
-            [
-                ("checkpoint", survey.path),
-                ("format", f"{survey.format}{evidence}"),
-                ("readable", "NO: see Problems"),
-                ("files", total),
-            ]
-        ),
-        lines("Problems", [problem]),
+        *survey_sections(survey, problem),
         table("Files", ("file", ">bytes"), each_file)
         if each
         else table("Files, by name", ("name", "numbers", ">files", ">bytes each", ">bytes"), list(_name_rows(sizes))),

@@ -13,6 +13,7 @@ layers.#.mlp 0-2  6
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -60,6 +61,9 @@ _Step: TypeAlias = tuple[str, tuple[int, ...], _FoldedNode[Leaf]]
 """Part of the name, numbers that "#" stands for (empty without "#"), node."""
 
 
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
+
+
 def collapse(leaves: Mapping[str, Leaf]) -> Iterator[Line[Leaf]]:
     """Lines of the tree of `leaves` (name to a hashable value), in order of first appearance."""
     root: _Node[Leaf] = _Node()
@@ -81,7 +85,7 @@ def _fold(node: _Node[Leaf], known: dict[object, _FoldedNode[Leaf]]) -> _FoldedN
         return known.get(leaf_contents) or known.setdefault(leaf_contents, _FoldedNode(node.leaf, (), 1))
     groups: dict[tuple[str, int], tuple[list[int], _FoldedNode[Leaf]]] = {}
     for part, child in node.below.items():
-        numbered = part.isascii() and part.isdigit() and (part == "0" or part[0] != "0")
+        numbered = _NUMBER.fullmatch(part)
         below = _fold(child, known)
         group = groups.get(key := ("#" if numbered else part, id(below))) or groups.setdefault(key, ([], below))
         if numbered:

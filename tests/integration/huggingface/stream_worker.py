@@ -105,6 +105,7 @@ def exchange(config: transformers.PretrainedConfig, folder: Path, expected: Tens
             assert torch.equal(logits(model), expected)
         assert torch.equal(generate(model), text)
         stream.close()  # with what is being read
+        assert len(distributed.distributed_c10d._world.pg_map) == 1  # that of the model alone
         read[way] = stream.nbytes_read
     ranks: list[object] = [None] * count
     distributed.all_gather_object(ranks, read)

@@ -81,11 +81,11 @@ def carry_with_memory(
 
     `memory`: of this rank; None if no rank has items in memory.
     """
+    if memory is None:
+        return carry(items, into, ranks, options)
     in_memory = {n: item for n, item in enumerate(items) if any(is_memory(f.path) for f in item.source.fragments)}
     others = sorted({*range(len(items))} - in_memory.keys())
     traffic = carry([items[n] for n in others], [into[n] for n in others], ranks, options)
-    if memory is None:
-        return traffic
     rounds = run_together(ranks, lambda: list(_plan_rounds(in_memory, limit=options.memory // 4)))
     sent = _deal_requests(ranks.share(list(_list_requests(rounds, ranks.rank))))
     options = replace(options, exchange=Exchange.NEVER, records=())

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from ucp.contract.model import sort_by_number
 from ucp.core.index import AtomIndex, Index, SourceFile
 from ucp.core.layout import Layout
 from ucp.core.text.overview import count_states, overview, remarks
-from ucp.core.text.page import Page, Section, facts, lines
+from ucp.core.text.page import Page, Section
 from ucp.core.text.units import count_text, nbytes_text, printable, shape_text
 from ucp.transfer.differences import Change
-from ucp_cli.pages.inspect import detail_sections, join_alike
+from ucp_cli.pages.inspect import detail_sections, join_alike, survey_sections
 from ucp_cli.pages.web.holders import Shape, make_side
 
 if TYPE_CHECKING:
@@ -93,9 +94,8 @@ def inspect_contents(index: Index, experts: ExpertsReport | None = None) -> Cont
 
 def survey_contents(survey: Survey, problem: str) -> Contents:
     """The page of a checkpoint that cannot be read. `problem`: why it cannot."""
-    summary = facts([("checkpoint", survey.path), ("format", survey.format), ("evidence", ", ".join(survey.evidence))])
     bars = {"By file": _file_bars(survey.path, survey.files)}
-    return Contents(verb="inspect", subject=survey.path, parts=[summary, lines("Problems", [problem])], bars=bars)
+    return Contents(verb="inspect", subject=survey.path, parts=survey_sections(survey, problem), bars=bars)
 
 
 def plan_contents(report: PlanReport) -> Contents:
@@ -271,7 +271,7 @@ def _tabulate_norms(changes: Sequence[Change]) -> Section | None:
     if not norms:
         return None
     total = norms.pop("all")
-    rows = [("all", total), *sorted(norms.items(), key=lambda item: _natural(item[0]))]
+    rows = [("all", total), *((layer, norms[layer]) for layer in sort_by_number(norms))]
     return Section(
         title="Norm of the difference, by layer and state",
         columns=("layer", *(f">{state}" for state in total)),
@@ -281,11 +281,6 @@ def _tabulate_norms(changes: Sequence[Change]) -> Section | None:
         ),
         more=f"and {len(rows) - 1 - _MOST_LAYERS:,} more layers: --json" if len(rows) > _MOST_LAYERS + 1 else "",
     )
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """A key that sorts numbers in names by value."""
-    return [(int(part), "") if part.isascii() and part.isdigit() else (0, part) for part in name.split(".")]
 
 
 def _describe_experts(report: ExpertsReport) -> dict[str, Any]:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[4]
 PAGE = ROOT / "docs" / "how-to" / "troubleshooting.md"
 ROW = re.compile(r"^\| `(.+?)` \|", re.MULTILINE)
 
-Case = Callable[[], tuple[object, ...]]
+Case = Callable[[], tuple[str, ...]]
 CASES: dict[str, Case] = {}
 """What produces a message: it damages copies in the current folder, and returns a command."""
 
@@ -55,7 +55,12 @@ def copy(*names: str) -> None:
         shutil.copytree(ROOT / "fixtures" / FIXTURES[name], name)
 
 
-def convert(source: str, *options: str) -> tuple[object, ...]:
+def run(*words: str) -> None:
+    """Run a command that succeeds."""
+    assert CliRunner().invoke(cli, words).exit_code == 0
+
+
+def convert(source: str, *options: str) -> tuple[str, ...]:
     """A command that converts a fixture."""
     copy(source)
     return ("convert", source, "out", *options)
@@ -76,13 +81,13 @@ def save_numbered(*, zero: bool = False) -> None:
 
 
 @produces("expected a checkpoint of ...; ... is none of them")
-def empty_folder() -> tuple[object, ...]:
+def empty_folder() -> tuple[str, ...]:
     Path("empty").mkdir()
     return ("inspect", "empty")
 
 
 @produces("holds 2 checkpoints and no file 'latest' that names one; pass one of them")
-def two_tags() -> tuple[object, ...]:
+def two_tags() -> tuple[str, ...]:
     copy("deepspeed")
     shutil.copytree("deepspeed/global_step3", "deepspeed/global_step6")
     Path("deepspeed/latest").unlink()
@@ -90,51 +95,51 @@ def two_tags() -> tuple[object, ...]:
 
 
 @produces("expected a file at ...; got only the files of items. torch writes it last: the checkpoint was not finished")
-def save_was_killed() -> tuple[object, ...]:
+def save_was_killed() -> tuple[str, ...]:
     copy("fsdp")
     Path("fsdp/.metadata").unlink()
     return ("inspect", "fsdp")
 
 
 @produces("is an unfinished conversion to ...; finish it with")
-def reads_an_unfinished_conversion() -> tuple[object, ...]:
+def reads_an_unfinished_conversion() -> tuple[str, ...]:
     copy("deepspeed")
-    assert CliRunner().invoke(cli, ["convert", "deepspeed", "out"]).exit_code == 0
+    run("convert", "deepspeed", "out")
     Path("out").rename("out.ucp-partial")
     Path("out.ucp-partial/journal.jsonl").touch()  # it is removed last
     return ("inspect", "out.ucp-partial")
 
 
 @produces("problem with the files of ... missing: ... (rank 2 of 4)")
-def lost_rank() -> tuple[object, ...]:
+def lost_rank() -> tuple[str, ...]:
     copy("deepspeed")
     Path(OPTIMIZER).unlink()
     return ("convert", "deepspeed", "out")
 
 
 @produces("not a whole zip archive")
-def truncated() -> tuple[object, ...]:
+def truncated() -> tuple[str, ...]:
     copy("deepspeed")
     Path(OPTIMIZER).write_bytes(Path(OPTIMIZER).read_bytes()[:4000])
     return ("convert", "deepspeed", "out")
 
 
 @produces("of 4 files that .metadata refers to not found in")
-def lost_items() -> tuple[object, ...]:
+def lost_items() -> tuple[str, ...]:
     copy("fsdp")
     Path("fsdp/__1_0.distcp").unlink()
     return ("convert", "fsdp", "out")
 
 
 @produces("missing: model-00002-of-00002.safetensors, which model.safetensors.index.json names")
-def unfinished_download() -> tuple[object, ...]:
+def unfinished_download() -> tuple[str, ...]:
     copy("shards")
     Path("shards/model-00002-of-00002.safetensors").unlink()
     return ("convert", "shards", "out")
 
 
 @produces("CRC-32 differs in 1 record: these bytes are not those that were written")
-def flipped_bit() -> tuple[object, ...]:
+def flipped_bit() -> tuple[str, ...]:
     copy("deepspeed")
     with zipfile.ZipFile(OPTIMIZER) as archive:
         largest = max(
@@ -149,14 +154,14 @@ def flipped_bit() -> tuple[object, ...]:
 
 
 @produces("expected the files of two ranks to differ")
-def copied_rank() -> tuple[object, ...]:
+def copied_rank() -> tuple[str, ...]:
     copy("deepspeed")
     shutil.copy(OPTIMIZER, OPTIMIZER.replace("rank_2", "rank_1"))
     return ("convert", "deepspeed", "out")
 
 
 @produces("of another run: ... differs from")
-def other_step() -> tuple[object, ...]:
+def other_step() -> tuple[str, ...]:
     copy("deepspeed")
     state = load_stubbed(Path(OPTIMIZER))
     state["optimizer_state_dict"]["zero_stage"] = 3  # an enum of DeepSpeed, which need not be installed
@@ -167,7 +172,7 @@ def other_step() -> tuple[object, ...]:
 
 
 @produces("holds copies that should be equal and are not")
-def drifted() -> tuple[object, ...]:
+def drifted() -> tuple[str, ...]:
     copy("mixed")
     file = "mixed/global_step3/mp_rank_00_model_states.pt"
     state = torch.load(file, weights_only=False)
@@ -177,151 +182,149 @@ def drifted() -> tuple[object, ...]:
 
 
 @produces("missing: files of experts")
-def lost_expert() -> tuple[object, ...]:
+def lost_expert() -> tuple[str, ...]:
     copy("experts")
     Path("experts/global_step3/layer_0_expert_1_mp_rank_00_model_states.pt").unlink()
     return ("convert", "experts", "out")
 
 
 @produces("expected moments that are not zero, as steps were taken")
-def lost_moments() -> tuple[object, ...]:
+def lost_moments() -> tuple[str, ...]:
     save_numbered(zero=True)
     return ("convert", "run.pt", "out", "--to", "dcp")
 
 
 @produces("is a virtual store, and files that it refers to have changed")
-def changed_source() -> tuple[object, ...]:
+def changed_source() -> tuple[str, ...]:
     copy("deepspeed")
-    assert CliRunner().invoke(cli, ["convert", "deepspeed", "store", "--virtual"]).exit_code == 0
+    run("convert", "deepspeed", "store", "--virtual")
     shutil.copy(OPTIMIZER, "other")
     shutil.copy("other", OPTIMIZER)
     return ("verify", "store")
 
 
 @produces("was written by DeepSpeed with a layout that cannot be read")
-def elastic() -> tuple[object, ...]:
+def elastic() -> tuple[str, ...]:
     return convert("elastic")
 
 
 @produces("is quantised (config.json: ...)")
-def quantised() -> tuple[object, ...]:
+def quantised() -> tuple[str, ...]:
     copy("model")
     Path("model/config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
     return ("convert", "model", "out")
 
 
 @produces("the optimizer numbers its parameters, and shapes do not tell which parameter number 0 is")
-def numbered() -> tuple[object, ...]:
+def numbered() -> tuple[str, ...]:
     save_numbered()
     return ("convert", "run.pt", "out", "--to", "dcp")
 
 
 @produces("the optimizer has ... parameters that the model lacks")
-def half() -> tuple[object, ...]:
+def half() -> tuple[str, ...]:
     copy("fsdp")
-    words = ["convert", "fsdp", "halves", "--to", "dcp", "--set", "style=accelerate"]
-    assert CliRunner().invoke(cli, words).exit_code == 0
+    run("convert", "fsdp", "halves", "--to", "dcp", "--set", "style=accelerate")
     return ("inspect", "halves/optimizer_0")
 
 
 @produces("expected the ZeRO stage of the run that will load the files")
-def no_stage() -> tuple[object, ...]:
+def no_stage() -> tuple[str, ...]:
     return convert("deepspeed", "--to", "deepspeed", "--topology", "dp=2")
 
 
 @produces("expected axis=degree with one of")
-def mistyped_topology() -> tuple[object, ...]:
+def mistyped_topology() -> tuple[str, ...]:
     return convert("deepspeed", "--topology", "dp2")
 
 
 @produces("expected a topology that divides the model into equal parts")
-def uneven() -> tuple[object, ...]:
+def uneven() -> tuple[str, ...]:
     return convert("model", "--to", "megatron", "--topology", "tp=3")
 
 
 @produces("transformers needs a config.json to load a model, and ... has none")
-def no_config() -> tuple[object, ...]:
+def no_config() -> tuple[str, ...]:
     return convert("deepspeed", "--to", "huggingface")
 
 
 @produces("expected names that a model family has")
-def unknown_names() -> tuple[object, ...]:
+def unknown_names() -> tuple[str, ...]:
     return convert("deepspeed", "--to", "megatron", "--topology", "tp=2")
 
 
 @produces("nothing records how many groups the model has")
-def unknown_sizes() -> tuple[object, ...]:
+def unknown_sizes() -> tuple[str, ...]:
     copy("megatron")
-    words = ["convert", "megatron", "named", "--to", "dcp", "--names", "huggingface", "--topology", "dp=2"]
-    assert CliRunner().invoke(cli, words).exit_code == 0
+    run("convert", "megatron", "named", "--to", "dcp", "--names", "huggingface", "--topology", "dp=2")
     return ("convert", "named", "out", "--to", "megatron", "--topology", "tp=2")
 
 
 @produces("the model is not of the family")
-def wrong_family() -> tuple[object, ...]:
+def wrong_family() -> tuple[str, ...]:
     return convert("megatron", "--family", "gpt")
 
 
 @produces("expected optimizer groups and states, because ZeRO stage 1 loads weights from the optimizer files")
-def weights_alone() -> tuple[object, ...]:
+def weights_alone() -> tuple[str, ...]:
     return convert("model", "--to", "deepspeed", "--topology", "dp=2,zero=1")
 
 
 @produces("expected parameters in the order of the model, because DeepSpeed's optimizer files hold no names")
-def unknown_order() -> tuple[object, ...]:
+def unknown_order() -> tuple[str, ...]:
     return convert("moe", "--to", "deepspeed", "--topology", "dp=2,zero=1", "--optimizer", "zero")
 
 
 @produces("has no such setting (--set)")
-def unknown_setting() -> tuple[object, ...]:
+def unknown_setting() -> tuple[str, ...]:
     return convert("deepspeed", "--to", "deepspeed", "--topology", "dp=2,zero=1", "--set", "stage=1")
 
 
 @produces("expected a memory budget of at least")
-def no_memory() -> tuple[object, ...]:
+def no_memory() -> tuple[str, ...]:
     return convert("deepspeed", "--memory", "1M")
 
 
 @produces("is not empty; choose another folder, or pass --overwrite")
-def destination_exists() -> tuple[object, ...]:
+def destination_exists() -> tuple[str, ...]:
     words = convert("deepspeed")
-    assert CliRunner().invoke(cli, [str(word) for word in words]).exit_code == 0
+    run(*words)
     return words
 
 
 @produces("is not empty, and was not written by ucp")
-def destination_of_others() -> tuple[object, ...]:
+def destination_of_others() -> tuple[str, ...]:
     Path("out").mkdir()
     Path("out/file").touch()
     return convert("deepspeed")
 
 
 @produces("is the source ... or lies inside it")
-def destination_in_source() -> tuple[object, ...]:
+def destination_in_source() -> tuple[str, ...]:
     copy("fsdp")
     return ("convert", "fsdp", "fsdp/out")
 
 
 @produces("an unfinished conversion lies at")
-def unfinished() -> tuple[object, ...]:
+def unfinished() -> tuple[str, ...]:
     reads_an_unfinished_conversion()
     return ("convert", "deepspeed", "out")
 
 
 @produces("--resume continues only a conversion of the same source with the same options")
-def other_options() -> tuple[object, ...]:
+def other_options() -> tuple[str, ...]:
     return (*destination_exists(), "--resume", "--include", "*/weight")
 
 
 @produces("do not fit; nothing was loaded")
-def other_model() -> tuple[object, ...]:
+def other_model() -> tuple[str, ...]:
     copy("model")
     load_into(torch.nn.Linear(4, 4), checkpoint="model")
     return ()
 
 
 @produces("the checkpoint holds weights only, and no optimizer states")
-def published_model() -> tuple[object, ...]:
+def published_model() -> tuple[str, ...]:
     model = torch.nn.Linear(4, 4)
     torch.save(model.state_dict(), "weights.pt")
     load_into(model, checkpoint="weights.pt", optimizer=torch.optim.AdamW(model.parameters()))
@@ -329,7 +332,7 @@ def published_model() -> tuple[object, ...]:
 
 
 @produces("pass rename=")
-def prefix() -> tuple[object, ...]:
+def prefix() -> tuple[str, ...]:
     model = torch.nn.Linear(4, 4)
     torch.save({f"model.{name}": tensor for name, tensor in model.state_dict().items()}, "weights.pt")
     load_into(model, checkpoint="weights.pt")
@@ -341,8 +344,7 @@ def prefix() -> tuple[object, ...]:
 def test_a_command_prints_the_message(message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     try:
-        words = CASES[message]()
-        result = CliRunner().invoke(cli, [str(word) for word in words])
+        result = CliRunner().invoke(cli, CASES[message]())
         output = result.output
         assert isinstance(result.exception, SystemExit), output
         assert result.exit_code in (1, 2), output

@@ -187,6 +187,15 @@ def test_names_are_data(ucp: Run, tmp_path: Path) -> None:
         assert "\x1b" not in (tmp_path / f"{name}.html").read_text()
 
 
+def test_a_name_with_more_digits_than_an_int_may_have(ucp: Run, tmp_path: Path) -> None:
+    name = f"layers.{'9' * 5000}.w"
+    for value, file in enumerate(("a.pt", "b.pt")):
+        torch.save({name: torch.full((2,), float(value)), "layers.10.w": torch.ones(2)}, tmp_path / file)
+    assert name in ucp("inspect", tmp_path / "a.pt", "--html", tmp_path / "i.html").stdout.replace("\n", "")
+    ucp("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--html", tmp_path / "d.html", code=3)
+    assert names(Parsed(tmp_path / "d.html").data) == [name]
+
+
 def test_only_the_program_of_the_page_may_run(ucp: Run, zero3: Path, tmp_path: Path) -> None:
     ucp("inspect", zero3, "--html", tmp_path / "page.html")
     page = Parsed(tmp_path / "page.html")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -15,10 +16,11 @@ import pytest
 import torch
 from torch import nn, optim
 
+import ucp
 from ucp.errors import MissingLibraryError, UnsupportedError, UsageError
 from ucp.integrations.accelerate import load_state
 from ucp.integrations.ray_train import resume
-from ucp.integrations.run import find_base, load_run
+from ucp.integrations.run import LoadIntoArguments, find_base, load_run
 from ucp.integrations.transformers import accept_any_checkpoint
 
 PAGE = Path(__file__).parents[4] / "docs" / "how-to" / "resume-in-a-client.md"
@@ -74,6 +76,11 @@ def test_the_page_imports_what_is_there():
     imports = re.findall(r"from (ucp\.integrations\.\w+) import (\w+)", PAGE.read_text())
     assert {module.rpartition(".")[2] for module, _ in imports} == {*LIBRARIES, "ray_train"}
     assert all(hasattr(import_module(module), name) for module, name in imports)
+
+
+def test_further_arguments_are_all_of_load_into_but_the_objects_of_the_run():
+    objects = {"model", "checkpoint", "optimizer", "masters", "scheduler", "scaler", "snapshots", "process_group"}
+    assert signature(ucp.load_into).parameters.keys() - objects == LoadIntoArguments.__annotations__.keys()
 
 
 def test_a_class_of_a_library_that_is_there_is_that_class():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -103,7 +104,9 @@ def test_survivors_recover_newer_experts_beside_the_rest_of_the_last_link(
         save(tmp_path, 6, ranks, memories[ranks.rank]).wait()
         return memories[ranks.rank].turn
 
+    loaded = [weakref.ref(holding.tensor) for holding in memories[0]._snapshots[-1].tensors.values()]
     assert run_threads(2, go_on) == [7, 7]  # the new rank takes the turn of rank 0
+    assert not any(tensor() is not None for tensor in loaded)
 
 
 def test_every_expert_is_written_in_turn(tmp_path: Path) -> None:

@@ -99,13 +99,18 @@ def save(model: nn.Module, folder: Path) -> Path:
     return folder / "model.pt"
 
 
+def start(model: Model, kind: str, folder: Path, **options: object) -> tuple[Model, ucp.Stream]:
+    """A model like `model`, on the meta device, that is streamed from what was saved of it."""
+    with torch.device("meta"):
+        streamed = Model(kind, len(model.layers))
+    return streamed, ucp.stream(streamed, save(model, folder), **options)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("kind", ["", "modules", "rows"])
 @pytest.mark.parametrize("slots", [2, 4, 9])
 def test_outputs_are_those_of_the_whole_model(kind: str, slots: int, tmp_path: Path) -> None:
     model = Model(kind)
-    with torch.device("meta"):
-        streamed = Model(kind)
-    stream = ucp.stream(streamed, save(model, tmp_path), slots=slots, cache_nbytes=6000)
+    streamed, stream = start(model, kind, tmp_path, slots=slots, cache_nbytes=6000)
     for seed in range(4):
         tokens = torch.randint(0, 20, (3, 4), generator=torch.Generator().manual_seed(seed))
         assert torch.equal(streamed(tokens), model(tokens))
@@ -115,9 +120,7 @@ def test_outputs_are_those_of_the_whole_model(kind: str, slots: int, tmp_path: P
 
 @pytest.mark.parametrize("slots", [2, 3])
 def test_a_layer_is_read_once_for_each_pass(slots: int, tmp_path: Path) -> None:
-    with torch.device("meta"):
-        streamed = Model()
-    stream = ucp.stream(streamed, save(Model(), tmp_path), slots=slots)
+    streamed, stream = start(Model(), "", tmp_path, slots=slots)
     for _ in range(3):
         streamed(torch.zeros(1, 2, dtype=torch.long))
     stream.close()
@@ -136,9 +139,7 @@ def test_layers_out_of_turn_and_shared_tensors(tmp_path: Path) -> None:
 
 
 def test_all_experts_at_once_are_refused(tmp_path: Path) -> None:
-    with torch.device("meta"):
-        streamed = Model("at once")
-    stream = ucp.stream(streamed, save(Model("at once"), tmp_path))
+    streamed, stream = start(Model("at once"), "at once", tmp_path)
     with pytest.raises(UnsupportedError):
         streamed(torch.zeros(1, 2, dtype=torch.long))
     stream.close()
@@ -169,9 +170,7 @@ def test_a_file_that_disappears_is_named_by_the_layer_that_needs_it(tmp_path: Pa
 
 @pytest.mark.parametrize("nbytes", [100, 7000, 20_000])
 def test_a_call_of_all_experts_reads_each_once(nbytes: int, tmp_path: Path) -> None:
-    with torch.device("meta"):
-        streamed = Model("rows", layers=3)
-    stream = ucp.stream(streamed, save(Model("rows", layers=3), tmp_path), cache_nbytes=nbytes)
+    streamed, stream = start(Model("rows", layers=3), "rows", tmp_path, cache_nbytes=nbytes)
     store = stream._experts
     assert isinstance(store, ExpertStore)
     experts = [layer.mlp.experts for layer in streamed.layers]
@@ -208,9 +207,7 @@ def test_gradients_are_those_of_the_whole_model(tmp_path: Path) -> None:
     """Backward needs weights of layers and experts whose turn is over."""
     for kind in ("", "rows", "modules"):
         model = Model(kind)
-        with torch.device("meta"):
-            streamed = Model(kind)
-        stream = ucp.stream(streamed, save(model, tmp_path), cache_nbytes=1)
+        streamed, stream = start(model, kind, tmp_path, cache_nbytes=1)
         inputs = [torch.ones(9, 3, 8, requires_grad=True) for _ in range(2)]
         for of_run, run in zip(inputs, (model, streamed), strict=True):
             hidden = of_run * torch.arange(9).reshape(9, 1, 1)
@@ -236,9 +233,7 @@ def test_a_pass_with_gradients_enabled_keeps_no_layer(kind: str, tmp_path: Path)
 
 def test_rows_are_indexed_as_tensors_are(tmp_path: Path) -> None:
     model = Model("rows")
-    with torch.device("meta"):
-        streamed = Model("rows")
-    stream = ucp.stream(streamed, save(model, tmp_path), cache_nbytes=1)
+    streamed, stream = start(model, "rows", tmp_path, cache_nbytes=1)
     whole, rows = model.layers[0].mlp.experts.w1, streamed.layers[0].mlp.experts.w1  # type: ignore[union-attr]
     for index in (2, -1, torch.tensor(2), torch.tensor([2]), torch.tensor([[2]])):
         assert torch.equal(rows[index], whole[index])
@@ -254,9 +249,7 @@ def test_rows_are_indexed_as_tensors_are(tmp_path: Path) -> None:
 
 def test_threads_take_turns(tmp_path: Path) -> None:
     model = Model("rows")
-    with torch.device("meta"):
-        streamed = Model("rows")
-    stream = ucp.stream(streamed, save(model, tmp_path), cache_nbytes=1)
+    streamed, stream = start(model, "rows", tmp_path, cache_nbytes=1)
     batches = [torch.full((2, 3), number) for number in range(3)]
     with torch.no_grad(), ThreadPoolExecutor(3) as pool:
         outputs = list(pool.map(lambda number: streamed(batches[number % 3]), range(15)))
