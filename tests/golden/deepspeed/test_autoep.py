@@ -22,7 +22,7 @@ from ucp_formats.deepspeed.write.autoep import _split_groups
 import ucp
 from tests.golden.deepspeed.test_deepspeed_parallel import ROOT, states_of, truths
 from tests.golden.truth import check_copies, check_equal, is_same, load_stubbed, read_states
-from ucp.core.index import ParamGroup
+from ucp.core.index import Kind, ParamGroup
 from ucp.core.topology import Topology
 from ucp.errors import (
     MalformedError,
@@ -331,6 +331,19 @@ def test_stacks_become_native_experts_and_back(zero: int, tmp_path: Path) -> Non
     ucp.convert(native, back, to="deepspeed", topology="dp=2,ep=2,zero=1", rename=tmp_path / "back.toml")
     assert ucp.diff(source, back).equal
     assert ucp.open(back).index.aliases == ucp.open(source).index.aliases
+
+
+def test_frozen_experts_need_a_stage_that_restores_them(tmp_path: Path) -> None:
+    ucp.convert(ROOT / "z1-autoep2" / "checkpoint", tmp_path / "plain", to="torch")
+    saved = torch.load(tmp_path / "plain" / "checkpoint.pt")
+    for number in saved["optimizer"]["param_groups"].pop()["params"]:  # of the experts
+        del saved["optimizer"]["state"][number]
+    torch.save(saved, tmp_path / "frozen.pt")
+    assert ucp.open(tmp_path / "frozen.pt").index.atoms[f"{EXPERTS}.w1"].kind is Kind.FROZEN
+    ucp.convert(tmp_path / "frozen.pt", tmp_path / "z1", to="deepspeed", topology="dp=2,ep=2,zero=1")
+    for zero in (2, 3):
+        with pytest.raises(UnsupportedError):
+            ucp.convert(tmp_path / "frozen.pt", tmp_path / "out", to="deepspeed", topology=f"dp=2,ep=2,zero={zero}")
 
 
 def test_experts_of_both_kinds_are_refused(tmp_path: Path) -> None:

@@ -106,6 +106,21 @@ def test_a_run_of_deepspeed_without_zero_1_or_2_has_no_parts(case: str, tmp_path
         ucp.open(FIXTURES / "deepspeed" / case / "checkpoint", patterns=rules)
 
 
+def test_tied_parameters_have_no_parts_in_files_of_deepspeed(tmp_path: Path) -> None:
+    (tmp_path / "tied").mkdir()
+    for rank in range(2):
+        weight = torch.full((4, 2), float(rank))
+        state = {0: {"step": torch.tensor(1.0), "exp_avg": weight + 1, "exp_avg_sq": weight + 2}}
+        groups = [{"lr": 0.1, "params": [0], "param_names": ["emb.weight"]}]
+        saved = {
+            "model": {"emb.weight": weight, "head.weight": weight},
+            "optimizer": {"state": state, "param_groups": groups},
+        }
+        torch.save(saved, tmp_path / "tied" / f"checkpoint_rank_{rank}.pt")
+    with pytest.raises(UnsupportedError):
+        ucp.convert(tmp_path / "tied", tmp_path / "out", to="deepspeed", topology="dp=2,zero=1", patterns=RULES)
+
+
 def test_files_of_one_rank_have_no_parts(tmp_path: Path) -> None:
     ucp.convert(ROOT / "torch-dp2" / "checkpoint", tmp_path / "whole", to="torch", patterns=RULES)
     with pytest.raises(IdleOptionError):
