@@ -203,7 +203,7 @@ def find_extras(index: Index, globs: Sequence[str]) -> list[Extra]:
 def extra_section(extra: Extra) -> Section:
     """The values in an extra, `name = value` each; the attributes of an object, such as a namespace of arguments."""
     title = extra.name if extra.rank is None else f"{extra.name} (rank {extra.rank})"
-    members = list_members(extra.value)
+    members = list(list_members(extra.value))
     values = [f"{name} = {text}" for name, text in members] if members else [describe_extra(extra)]
     return lines(title, map(printable, values))
 
