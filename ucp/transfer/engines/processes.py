@@ -78,7 +78,7 @@ def undisturbed() -> Generator[None, None, None]:
 
 def _start(pool: dict[Any, Any], job: Job, root: Path, tasks: Sequence[Task], *, workers: int, threads: int) -> None:
     """Start workers; `pool`: filled with each worker, by the receiving end of the pipe that it reports through."""
-    import multiprocess
+    import multiprocess  # not the standard module: dill also sends what a plug-in defines in a function or a notebook
 
     context = multiprocess.get_context("fork" if hasattr(os, "fork") else "spawn")
     queue = context.Value("q", 0)
