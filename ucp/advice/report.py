@@ -108,6 +108,10 @@ MEMORY = ("gpu_memory", "host_memory", "disk")
 """Inputs for the memory plan: bytes of all GPUs, hosts and disks."""
 
 
+_COUNTS = ("experts", "moe_layers")
+"""Inputs that are counted."""
+
+
 def advise(values: Mapping[str, Range | float | str], *, trace: Sequence[float] | None = None) -> AdviceReport:
     """The report for a run. `values`: fields of `Run` and `MEMORY`, numbers or ranges; `trace`: times of failures.
 
@@ -119,6 +123,12 @@ def advise(values: Mapping[str, Range | float | str], *, trace: Sequence[float] 
         hints = (f"{name}: {near}?" if (near := nearest(name, known)) else name for name in unknown)
         raise UsageError(f"expected numbers of a run ({', '.join(sorted(known))}); got\n{format_list(hints)}")
     ranges = {name: Range.parse(value) for name, value in values.items()}
+    parts = {
+        name: values[name] for name in _COUNTS if name in ranges and (ranges[name].low % 1 or ranges[name].high % 1)
+    }
+    if parts:
+        shown = ", ".join(f"{name} {value}" for name, value in parts.items())
+        raise UsageError(f"expected whole numbers of experts and of layers with experts; got {shown}")
     if trace and "mtbf" not in ranges:
         ranges["mtbf"] = Range.parse(mean_gap(trace))
     missing = [name for name in ("iter_time", "mtbf", "params_dense", "bandwidth") if name not in ranges]
@@ -143,7 +153,7 @@ def advise(values: Mapping[str, Range | float | str], *, trace: Sequence[float] 
 
 
 def _make_run(values: Mapping[str, float]) -> Run:
-    others = {name: value for name, value in values.items() if name not in ("experts", "moe_layers")}
+    others = {name: value for name, value in values.items() if name not in _COUNTS}
     return Run(**others, experts=int(values.get("experts", 1)), moe_layers=int(values.get("moe_layers", 1)))
 
 

@@ -16,7 +16,7 @@ from ucp.errors import CorruptError, FamilyError, SourceError, StaleError, Usage
 from ucp.source.selection import NameFilter
 from ucp_cli.options import PATH, as_html, as_json, example, progress, takes_options
 from ucp_cli.pages.documents import experts_document, index_document, survey_document
-from ucp_cli.pages.inspect import file_rows, inspect_page, param_page, survey_page
+from ucp_cli.pages.inspect import extra_section, file_rows, find_extras, inspect_page, param_page, survey_page
 from ucp_cli.pages.render import table, write, write_json
 from ucp_cli.pages.web.contents import inspect_contents, survey_contents
 from ucp_cli.pages.web.write import write_page
@@ -36,6 +36,7 @@ _OF_EXPERTS = ("plot", "workers", "memory", "progress", "quiet")
     epilog=example(
         "ucp inspect checkpoints/",
         "ucp inspect checkpoints/global_step1000 --param 'layers.0.*'",
+        "ucp inspect megatron/ --extra args",
         "ucp inspect checkpoints/ --json | jq .topology",
         "ucp inspect checkpoints/ --html checkpoint.html",
         "ucp inspect checkpoints/ --experts --html experts.html",
@@ -48,6 +49,13 @@ _OF_EXPERTS = ("plot", "workers", "memory", "progress", "quiet")
     metavar="GLOB",
     multiple=True,
     help="Show the shards of these parameters, with file and position. May be repeated.",
+)
+@click.option(
+    "--extra",
+    "extras",
+    metavar="GLOB",
+    multiple=True,
+    help="Show all values of these extras, such as the arguments of the run (args). May be repeated.",
 )
 @click.option("--files", is_flag=True, help="List the files and what they hold.")
 @click.option(
@@ -64,6 +72,7 @@ def command(
     *,
     path: Path,
     params: tuple[str, ...],
+    extras: tuple[str, ...],
     files: bool,
     experts: bool,
     plot: Path | None,
@@ -78,7 +87,7 @@ def command(
     PATH is the folder that the framework saved to, or one checkpoint in it. Only indexes are read, not tensors; nothing
     in the checkpoint is executed. If elements of a tensor are missing, the page says which.
 
-    --json prints everything on the page, and every parameter, state and file. Shards are only printed for the
+    --json prints everything on the page, and every parameter, state, extra and file. Shards are only printed for the
     parameters that match --param.
 
     If missing or damaged files make a checkpoint unreadable, what is known without them is shown, and the exit code
@@ -119,14 +128,15 @@ def command(
         names = NameFilter(include=params)
         names.check_used((atom.name, state) for atom, state, _ in index.states())
         wanted = [name for name, atom in index.atoms.items() if any(names.keeps(name, s) for s in atom.states)]
+    shown = find_extras(index, extras)
     if as_json:
         write_json(index_document(index, missing=describe_missing(index), detailed=frozenset(wanted)))
         return
-    if not wanted and not files:
+    if not wanted and not files and not shown:
         write(*inspect_page(index))
         return
     listing = table("Files", ("file", "holds", ">bytes"), file_rows(index)) if files else None
-    write(*(param_page(index, index.atoms[name]) for name in wanted), listing)
+    write(*(param_page(index, index.atoms[name]) for name in wanted), *map(extra_section, shown), listing)
 
 
 def _source(options: ExpertArguments) -> SourceArguments:

@@ -139,6 +139,8 @@ def command(
         raise UsageError("expected --loads, --nodes and --slots for experts, or --tasks and --gpus alone")
     if out is not None and form is None:
         raise UsageError(f"expected --form with --out; one of {', '.join(FORMS)}")
+    if out is None and form is not None:
+        raise UsageError(f"expected --out with --form {form}: the file that the placement is written to")
     if out is not None and out == plot:
         raise UsageError(f"expected two files for --out and --plot; got {out} for both")
     if previous is None and (lost or from_nodes or checkpoint or bandwidth or tolerance is not None):

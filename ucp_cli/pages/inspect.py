@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from math import ceil
 from statistics import fmean
 
@@ -14,17 +15,18 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ucp.chain.staleness import map_experts
-from ucp.core.index import AtomIndex, Fragment, Index, Kind, ParamGroup, StateIndex
+from ucp.core.index import AtomIndex, Extra, Fragment, Index, Kind, ParamGroup, StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.tensor import TensorRef
 from ucp.core.text.overview import overview, remarks
 from ucp.core.text.page import Section, facts, lines
 from ucp.core.text.units import count_text, nbytes_text, printable, ranges_text, shape_text
+from ucp.errors import UsageError, format_list
 from ucp.io.folder import path_of
 from ucp.source.read import Survey
 from ucp_cli.pages.render import heading, stack, table
 from ucp_cli.pages.tree import Line, collapse
-from ucp_cli.pages.values import describe_extra, describe_value
+from ucp_cli.pages.values import describe_extra, describe_value, list_members
 
 _MARKS = "·▁▂▃▄▅▆▇█"
 """From no layer to all."""
@@ -187,6 +189,23 @@ def _extra_rows(index: Index) -> list[tuple[str, ...]]:
         (f"{name} (ranks {ranges_text(sorted(extra_ranks))})" if extra_ranks else name, what)
         for (name, what), extra_ranks in ranks.items()
     ]
+
+
+def find_extras(index: Index, globs: Sequence[str]) -> list[Extra]:
+    """The extras that match one of `globs`. Raises UsageError if a glob matches none."""
+    unused = [glob for glob in globs if not any(fnmatchcase(extra.name, glob) for extra in index.extras)]
+    if unused:
+        known = format_list(dict.fromkeys(extra.name for extra in index.extras)) or "none"
+        raise UsageError(f"expected names of extras; {', '.join(unused)} match none. The checkpoint has\n{known}")
+    return [extra for extra in index.extras if any(fnmatchcase(extra.name, glob) for glob in globs)]
+
+
+def extra_section(extra: Extra) -> Section:
+    """The values in an extra, `name = value` each; the attributes of an object, such as a namespace of arguments."""
+    title = extra.name if extra.rank is None else f"{extra.name} (rank {extra.rank})"
+    members = list(list_members(extra.value))
+    values = [f"{name} = {text}" for name, text in members] if members else [describe_extra(extra)]
+    return lines(title, map(printable, values))
 
 
 def file_rows(index: Index) -> list[tuple[str, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 
 from ucp.core.index import Extra
@@ -17,6 +18,12 @@ _LONGEST = 60
 
 _SHORT = 24
 """The same for a value of a dict."""
+
+_PAGE = 4096
+"""The same for a value on a line of its own."""
+
+_DEEPEST = 16
+"""Dicts in dicts that are followed."""
 
 _MOST = 6
 """Entries of a dict that are shown."""
@@ -80,6 +87,28 @@ def describe_value(value: object) -> str:
         case int():
             return format_short(value, _LONGEST) or f"a number of {format_count(value.bit_length(), 'bit')}"
     return repr(value)
+
+
+def list_members(value: object, name: str = "", *, depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Names and texts of all values in a dict, or of the attributes of an object; of those in it, too.
+
+    >>> list(list_members({"lr": 0.1, "optimizer": {"betas": (0.9, 0.95)}}))
+    [('lr', '0.1'), ('optimizer/betas', '(0.9, 0.95)')]
+    """
+    members = value.state if isinstance(value, Stub) else value
+    if not isinstance(members, dict) or not members or depth > _DEEPEST:
+        if name:
+            yield name, _show(value)
+        return
+    for key, member in members.items():
+        yield from list_members(member, f"{name}/{_key(key)}" if name else _key(key), depth=depth + 1)
+
+
+def _show(value: object) -> str:
+    """A value as Python prints it, if it takes less than a page; else what it is."""
+    if isinstance(value, list | tuple | set | frozenset):
+        return format_short_members(value, _PAGE) or describe_value(value)
+    return format_short(value, _PAGE) or describe_value(value)
 
 
 def _key(key: object) -> str:

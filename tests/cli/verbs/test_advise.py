@@ -22,6 +22,8 @@ def test_a_checkpoint_tells_the_model(ucp: Run) -> None:
 
 def test_mistakes(ucp: Run) -> None:
     assert "bandwidth" in ucp("advise", "--iter-time", 1, "--mtbf", 1, code=2).stderr
+    numbers = ("--iter-time", 1, "--mtbf", 1, "--bandwidth", "1GB", "--params-dense", "1G", "--params-expert", "8G")
+    assert "2-4.5" in ucp("advise", *numbers, "--experts", "2-4.5", code=2).stderr
     assert "'a lot'" in ucp("advise", "--iter-time", "a lot", code=2).stderr
 
 

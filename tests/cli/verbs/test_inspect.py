@@ -156,6 +156,17 @@ def test_param_says_where_a_state_is_stored_otherwise_than_its_parameter_lies(uc
     assert "weight float32, stored as dp_shard=4: chunk(dim=0), known from" in page
 
 
+def test_an_extra_is_shown_value_by_value(ucp: Run) -> None:
+    path = FIXTURES.parent / "megatron" / "mixtral-pp2-ep2-dp2-dp" / "checkpoint"
+    page = ucp("inspect", path, "--extra", "args", "--extra", "rng_state/*").stdout
+    assert {"num_attention_heads = 8", "moe_router_score_function = 'softmax'", "iteration = 10"} <= {
+        line.strip(" -") for line in page.splitlines()
+    }
+    assert "rng_state/pp1.tp0" in page
+    assert "content_metadata" not in page
+    assert "opt_param_scheduler" in ucp("inspect", path, "--extra", "arg", code=2).stderr
+
+
 def test_param_that_matches_nothing_is_wrong_usage(ucp: Run, zero3: Path) -> None:
     assert "'l9.*'" in ucp("inspect", zero3, "--param", "l9.*", code=2).stderr
 

@@ -24,7 +24,7 @@ def test_a_placement_is_written_and_its_migration_told(ucp: Run, tmp_path: Path,
     out = tmp_path / "placement.json"
     page = ucp("place", "--loads", loads, "--nodes", 3, *CLUSTER, "--out", out, "--form", "ascend").stdout
     assert "3 nodes, each with 2 GPUs of 4 slots" in page
-    common = ("--nodes", 2, *CLUSTER, "--from", out, "--form", "ascend", "--lost", "1", "--json")
+    common = ("--nodes", 2, *CLUSTER, "--from", out, "--lost", "1", "--json")
     document = json.loads(ucp("place", "--loads", loads, *common).stdout)
     assert document["schema"] == "ucp.place/1"
     assert document["migration"]["nodes"] == [0, 2]
@@ -36,7 +36,7 @@ def test_the_checkpoint_tells_loads_and_bytes(ucp: Run, tmp_path: Path) -> None:
     out = tmp_path / "placement"
     page = ucp("place", "--loads", checkpoint, "--nodes", 3, "--slots", 4, "--out", out, "--form", "vllm").stdout
     assert "squared gradients" in page
-    command = ("--nodes", 2, "--slots", 4, "--from", out, "--form", "vllm", "--lost", 0, "--checkpoint", checkpoint)
+    command = ("--nodes", 2, "--slots", 4, "--from", out, "--lost", 0, "--checkpoint", checkpoint)
     page = ucp("place", "--loads", checkpoint, *command, "--bandwidth", "1MB").stdout
     assert "busiest node" in page
     assert "time" in page
@@ -46,6 +46,7 @@ def test_the_checkpoint_tells_loads_and_bytes(ucp: Run, tmp_path: Path) -> None:
     "options",
     [
         ("--out", "x"),
+        ("--form", "vllm"),
         ("--lost", "1"),
         ("--threshold", "4"),
         ("--plot", "x.txt"),
@@ -92,7 +93,7 @@ def test_hostile_loads_are_refused(text: str, ucp: Run, tmp_path: Path) -> None:
 def test_a_hostile_placement_is_refused(slots: str, ucp: Run, tmp_path: Path, loads: Path) -> None:
     previous = tmp_path / "placement.yaml"
     previous.write_text(f"initial_global_assignments:\n  0: {slots}\n")
-    words = ("--nodes", 2, *CLUSTER, "--from", previous, "--form", "trtllm")
+    words = ("--nodes", 2, *CLUSTER, "--from", previous)
     assert isinstance(ucp("place", "--loads", loads, *words, code=1).exception, SystemExit)
 
 

@@ -125,7 +125,7 @@ def test_an_unknown_way_to_set_the_schedule_is_refused(saved):
         load_run(saved, [run.model], [run.optimizer], [run.scheduler], schedule="skip")
 
 
-def test_objects_that_a_script_registered_get_their_state_or_a_warning(saved, caplog):
+def test_objects_that_a_script_registered_get_their_state_or_a_warning(saved, caplog, monkeypatch):
     class Counter:
         def load_state_dict(self, state: dict[str, int]) -> None:
             self.state = state
@@ -139,11 +139,17 @@ def test_objects_that_a_script_registered_get_their_state_or_a_warning(saved, ca
     torch.save(states["model"], saved.parent / "accelerate" / "pytorch_model.bin")
     torch.save(states["optimizer"], saved.parent / "accelerate" / "optimizer.bin")
     torch.save({"steps": 3}, saved.parent / "accelerate" / "custom_checkpoint_0.pkl")
+    monkeypatch.setenv("UCP_CHECKPOINT", str(saved.parent / "accelerate"))
     with caplog.at_level(logging.WARNING, "ucp"):
-        load_state(accelerator, saved.parent / "accelerate")
+        load_state(accelerator)
     assert counters[0].state == {"steps": 3}
     assert not hasattr(counters[1], "state")
     assert [record.args for record in caplog.records] == [("Counter", "companion/custom_checkpoint_1.pkl")]
+
+
+def test_anything_but_an_accelerator_is_refused(saved):
+    with pytest.raises(UsageError):
+        load_state(None, saved)
 
 
 def test_a_trainer_that_loads_in_another_way_is_refused():
