@@ -99,7 +99,8 @@ def _difference(stored: StoredFile, file: SourceFile) -> str:
     if stored.nbytes != file.nbytes:
         return f"{stored.nbytes} bytes then, {file.nbytes} now"
     if stored.mtime_ns != file.mtime_ns:
-        then, now = (time_text(nanoseconds) for nanoseconds in (stored.mtime_ns, file.mtime_ns))
+        times = (stored.mtime_ns, file.mtime_ns)
+        then, now = ("at an unknown time" if time is None else time_text(time) for time in times)
         return f"last written {then} then, {now} now (`cp -p` keeps the time)"
     return "" if identity_of(file.path) == stored.identity else "its first or last 64 KiB differ"
 
