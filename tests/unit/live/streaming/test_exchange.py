@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import ucp
 from tests.unit.live.streaming.test_stream import Model, save
 from tests.unit.live.threads import ThreadRanks, run
 from ucp.errors import LoadError, MissingFileError, UsageError
-from ucp.streaming import share
+from ucp.streaming import ring, share, stream
 
 TOKENS = torch.arange(12).reshape(3, 4)
 
@@ -32,10 +33,10 @@ def test_each_rank_reads_its_part(kind: str, count: int, tmp_path: Path, monkeyp
     expected = model(TOKENS)
 
     def work(ranks: ThreadRanks) -> tuple[list[Tensor], int]:
-        streamed, stream = start(path, ranks, kind)
+        streamed, opened = start(path, ranks, kind)
         outputs = [streamed(TOKENS) for _ in range(3)]
-        stream.close()
-        return outputs, stream.nbytes_read - stream.cache_misses * 2 * 8 * 16 * 4  # experts are read directly
+        opened.close()
+        return outputs, opened.nbytes_read - opened.cache_misses * 2 * 8 * 16 * 4  # experts are read directly
 
     results = run(count, work)
     assert not any(isinstance(result, Exception) for result in results), results
@@ -52,10 +53,10 @@ def test_without_exchange_each_rank_is_on_its_own(tmp_path: Path) -> None:
     expected = model(TOKENS)
 
     def work(ranks: ThreadRanks) -> int:
-        streamed, stream = start(path, ranks, exchange="auto")
+        streamed, opened = start(path, ranks, exchange="auto")
         assert all(torch.equal(streamed(TOKENS), expected) for _ in range(1 + ranks.rank))
-        stream.close()
-        return stream.nbytes_read * 5 // stream.nbytes
+        opened.close()
+        return opened.nbytes_read * 5 // opened.nbytes
 
     assert run(2, work) == [7, 12]
 
@@ -67,14 +68,14 @@ def test_all_ranks_learn_of_a_failure(tmp_path: Path) -> None:
         raise MissingFileError("gone")
 
     def work(ranks: ThreadRanks) -> None:
-        streamed, stream = start(path, ranks)
+        streamed, opened = start(path, ranks)
         if ranks.rank == 1:
-            stream._reader._read = fail  # type: ignore[method-assign]  # reads of this rank fail from now on
+            opened._reader._read = fail  # type: ignore[method-assign]  # reads of this rank fail from now on
         try:
             for _ in range(2):
                 streamed(TOKENS)
         finally:
-            stream.close()
+            opened.close()
 
     assert [type(error) for error in run(2, work)] == [LoadError, MissingFileError]
 
@@ -83,10 +84,37 @@ def test_layers_out_of_step_are_refused(tmp_path: Path) -> None:
     path = save(Model(), tmp_path)
 
     def work(ranks: ThreadRanks) -> None:
-        streamed, stream = start(path, ranks)
+        streamed, opened = start(path, ranks)
         try:
             streamed.layers[3 + ranks.rank](torch.zeros(1, 8))  # type: ignore[index,operator]  # a list of modules
         finally:
-            stream.close()
+            opened.close()
 
     assert [type(error) for error in run(2, work)] == [UsageError] * 2
+
+
+@pytest.mark.parametrize("fails", ["load", "read ahead"])
+def test_a_stream_that_fails_leaves_no_group(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(Model(), tmp_path)
+    current, groups = threading.local(), list[object]()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise MissingFileError("gone")
+
+    def make_group(backend: str) -> object:
+        groups.append(current.ranks)
+        return current.ranks
+
+    monkeypatch.setattr(stream, "find_ranks", lambda *_: current.ranks)
+    monkeypatch.setattr(stream, "ProcessGroupRanks", lambda group, _: group)
+    monkeypatch.setattr(torch.distributed, "new_group", make_group)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", groups.remove)
+    monkeypatch.setattr(*((stream, "decide_load") if fails == "load" else (ring, "plan_layers")), refuse)
+
+    def work(ranks: ThreadRanks) -> None:
+        current.ranks = ranks
+        with pytest.raises(MissingFileError):
+            ucp.stream(Model(), "dp=2", path, exchange="always")
+
+    assert run(2, work) == [None, None]
+    assert groups == []
