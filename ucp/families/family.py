@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ucp.errors import FamilyError, UsageError, format_count, format_list
+from ucp.errors import FamilyError, UsageError, format_count
 from ucp.families.expression import Expression
 from ucp.families.match import Match
 from ucp.families.naming import (
@@ -23,6 +23,7 @@ from ucp.families.naming import (
     Tables,
     Tied,
     describe_ambiguity,
+    describe_misfits,
     order_key,
     positions_of,
     rewrite_names,
@@ -168,7 +169,8 @@ class Family:
             else:
                 matches_by_name[name] = matches[0]
         if unmatched or ambiguous:
-            raise FamilyError(self._describe_misfits(unmatched, ambiguous))
+            beyond = [name for name in unmatched if self._is_beyond(name)]
+            raise FamilyError(describe_misfits(self.name, unmatched, ambiguous, beyond, limits=self._limits))
         return matches_by_name
 
     def _match(self, name: str) -> list[Match]:
@@ -193,20 +195,14 @@ class Family:
         value = when.try_value(self.values)
         return None if value is None else bool(value)
 
-    def _describe_misfits(self, unmatched: Sequence[str], ambiguous: Sequence[str]) -> str:
-        parts = []
-        if unmatched:
-            parts.append(
-                f"{format_count(len(unmatched), 'name has', 'names have')} "
-                f"no rule in the family {self.name!r}:\n{format_list(unmatched)}"
-            )
-        if ambiguous:
-            parts.append(
-                f"{format_count(len(ambiguous), 'name has', 'names have')} "
-                f"two rules in the family {self.name!r}:\n{format_list(ambiguous)}"
-            )
-        remedy = "choose another family with --family, or add rules of your own with --patterns my.toml"
-        return "\n".join((*parts, f"{remedy} (`ucp patterns check` shows which names have a rule)"))
+    def _is_beyond(self, name: str) -> bool:
+        """Whether a name has a rule, but a number of a layer or an expert that the model does not have."""
+        fields = (entry.template.fields_in(name) for entry in self._find_entries(name, None))
+        return any(
+            any(numbers.get(field, -1) >= limit for field, limit in self._limits.items())
+            for numbers in fields
+            if numbers is not None
+        )
 
     def ignores(self, name: str) -> bool:
         """Whether a name is known not to be a parameter."""
@@ -301,7 +297,7 @@ class Family:
         """All ways in which a style may store a canonical name, the likeliest first; see `find_spelling`."""
         matches = self._match(name)
         if not matches:
-            raise FamilyError(self._describe_misfits([name], []))
+            raise FamilyError(describe_misfits(self.name, [name], [], [], limits={}))
         rule, fields = matches[0].rules[0], matches[0].fields
         return tuple(
             (alias, tuple(name.filled(fields) for name in names)) for alias, names in self._spellings_of(rule, style)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from ucp.errors import UsageError
+from ucp.errors import UsageError, format_count, format_list
 from ucp.families.expression import Expression
 from ucp.families.rule import Alias, Rule
 from ucp.families.template import MOST_SHIFT, Template
@@ -126,6 +126,38 @@ def describe_ambiguity(name: str, candidates: Sequence[ParsedName], confirmed: S
         f"{name} can be {', or '.join(texts)}; the checkpoint has {seen}. Take the whole model, without --include and "
         f"--exclude, or {rules}"
     )
+
+
+def describe_misfits(
+    family: str,
+    unmatched: Sequence[str],
+    ambiguous: Sequence[str],
+    beyond: Sequence[str],
+    *,
+    limits: Mapping[str, int],
+) -> str:
+    """Names that the rules of a family do not fit, and what to do.
+
+    `beyond`: those of `unmatched` that have a rule, but a number of a layer outside `limits`.
+    """
+    parts = []
+    if beyond:
+        sizes = ", ".join(f"{limit} {field}s" for field, limit in limits.items())
+        parts.append(
+            f"{format_count(len(beyond), 'name does', 'names do')} not belong to a model of {sizes}, as config.json or "
+            f"the arguments of the run describe it:\n{format_list(beyond)}\n"
+            "If you passed a config.json (--set config=DIR), pass that of this model"
+        )
+    for names, count in (([name for name in unmatched if name not in beyond], "no rule"), (ambiguous, "two rules")):
+        if names:
+            have = format_count(len(names), "name has", "names have")
+            parts.append(f"{have} {count} in the family {family!r}:\n{format_list(names)}")
+    if len(unmatched) + len(ambiguous) > len(beyond):
+        parts.append(
+            "choose another family with --family, or add rules of your own with --patterns my.toml "
+            "(`ucp patterns check` shows which names have a rule)"
+        )
+    return "\n".join(parts)
 
 
 class StoredName(NamedTuple):

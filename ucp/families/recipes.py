@@ -175,6 +175,18 @@ def add_copy(atom: AtomIndex, other: AtomIndex) -> AtomIndex:
     return replace(atom, states=states)
 
 
+def keep_rows(atom: AtomIndex, rows: int) -> AtomIndex:
+    """An atom without its rows from `rows` on, in every state that has its shape."""
+    recipe = TensorRecipe.identity(atom.name, (rows, *atom.global_shape[1:]))
+    states = {
+        name: apply_recipe(state, recipe, {atom.name: state.fragments})
+        if state.global_shape == atom.global_shape
+        else state
+        for name, state in atom.states.items()
+    }
+    return replace(atom, global_shape=recipe.shape, states=states, layout=Layout())
+
+
 def _atom(name: str, recipe: TensorRecipe, sources: Sequence[AtomIndex]) -> AtomIndex:
     first = sources[0]
     if recipe.is_rename and first.global_shape == recipe.shape:

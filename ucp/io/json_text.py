@@ -90,6 +90,11 @@ def with_digest(text: bytes) -> bytes:
     return text + b',"xxh3":"%s"}\n' % xxhash.xxh3_64_hexdigest(text).encode()
 
 
+def has_digest(text: bytes) -> bool:
+    """Whether a text ends with a digest, right or wrong."""
+    return _DIGEST.search(text) is not None
+
+
 def has_wrong_digest(text: bytes) -> bool:
     """Whether a text changed since `with_digest` wrote it; False without a digest (a text that was edited by hand)."""
     digest = _DIGEST.search(text)

@@ -23,7 +23,7 @@ from ucp.io.provenance import check_unchanged
 from ucp.live.adapters import LiveRequest
 from ucp.live.exchange.memory import Memory, carry_with_memory
 from ucp.live.match.decide import Decision, check_agreement, decide, find_used_atoms, match
-from ucp.live.match.names import rename_to_model, reorder_to_optimizer
+from ucp.live.match.names import drop_padding, rename_to_model, reorder_to_optimizer
 from ucp.live.model.describe import describe_run
 from ucp.live.model.meta import find_device
 from ucp.live.model.parallel.experts import PlacementLike
@@ -264,10 +264,12 @@ def decide_load(
     clock.lap("index")
     run = run_together(ranks, lambda: describe_run(live))
     index, hints = (saved, ()) if is_given else rename_to_model(saved, strip_chunks(run.model), request.names, ranks)
+    is_renamed = index is not saved
+    index = drop_padding(index, strip_chunks(run.model), request.names, ranks)
     run = place_run(
         run, index, request.mesh, ranks, options=source, rename=request.options.rename, placement=request.placement
     )
-    if index is saved:  # names of parameters are those of the checkpoint
+    if not is_renamed:  # names of parameters are those of the checkpoint
         index = reorder_to_optimizer(index, request.path, run, request.names, ranks)
     matching = run_together(ranks, lambda: match(run, index, request.options, dtype=request.dtype))
     matching.findings.hints.extend(hints)

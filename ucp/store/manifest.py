@@ -18,7 +18,7 @@ from ucp.core.layout import Overlap
 from ucp.core.tensor import DType
 from ucp.errors import DestinationError, MalformedError, UnsupportedError
 from ucp.io.files import open_source
-from ucp.io.json_text import Natural, NotJson, decode, has_wrong_digest, with_digest
+from ucp.io.json_text import Natural, NotJson, decode, has_digest, has_wrong_digest, with_digest
 
 MANIFEST = "ucp.json"
 EXTRAS = "extra"
@@ -257,6 +257,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class _Version(Struct):
     ucp: int
+    producer: str = ""
 
 
 def dump(manifest: Manifest) -> bytes:
@@ -282,20 +283,33 @@ def read_text(path: str) -> bytes:
 
 
 def parse(text: bytes, where: str) -> Manifest:
-    """The manifest that `dump` wrote. Raises MalformedError if it is damaged, UnsupportedError for a newer version.
+    """The manifest that `dump` wrote. Raises MalformedError if it is damaged, UnsupportedError for another version.
 
     A manifest without a digest (edited by hand) is accepted.
     """
     if has_wrong_digest(text):
         raise MalformedError(f"{where} was changed after it was written: its digest differs. Copy it again")
     try:
-        version = decode(text, _Version).ucp
-        if version == VERSION:
-            return decode(text, Manifest)
+        head = decode(text, _Version)
+        if head.ucp == VERSION:
+            return _decode_manifest(text, head.producer, where)
     except NotJson as error:
         raise MalformedError(
             f"expected the manifest of an atom store in {where}; {error}. The file is damaged: copy it again"
         ) from error
     raise UnsupportedError(
-        f"expected version {VERSION} of the atom store; got {version} in {where}. It needs a newer ucp"
+        f"expected version {VERSION} of the atom store; got {head.ucp} in {where}. It needs a newer ucp"
     )
+
+
+def _decode_manifest(text: bytes, producer: str, where: str) -> Manifest:
+    """The manifest. Raises NotJson; UnsupportedError if it has a digest, so that it is as `producer` wrote it."""
+    try:
+        return decode(text, Manifest)
+    except NotJson as error:
+        if not has_digest(text):
+            raise
+        raise UnsupportedError(
+            f"expected a manifest in the form of ucp 0.2.0; got that of {producer} in {where}: {error}. It is "
+            "undamaged, but of a version whose stores are not read: make the store again from its source"
+        ) from error

@@ -209,7 +209,8 @@ def _compare_settings(
         for side in (a, b):  # a missing hyper-parameter has its implied value, if it is known
             implied = {**_IMPLIED, **({"initial_lr": side["lr"]} if "lr" in side else {})}
             sides.append([side[key]] if key in side else [implied[key]] if key in implied else [])
-        if not checksums.is_same(*sides):
+        plain = [[tuple(value) if isinstance(value, list) else value for value in side] for side in sides]
+        if not checksums.is_same(*plain):  # JSON has lists where torch has tuples: betas
             value_a, value_b = (format_value(side[0]) if side else "-" for side in sides)
             yield key, value_a, value_b
 

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from ucp.contract.model import CONFIG_EXTRA, family_of_type, run_arguments
 from ucp.contract.sidecars import list_sidecars, sidecar_extra
-from ucp.core.index import WEIGHT, AtomIndex, Extra, Index
+from ucp.core.index import AtomIndex, Extra, Index
 from ucp.core.tensor import DType, TensorRef
 from ucp.errors import MisfitError, UsageError, format_count, format_list
 from ucp.families.family import Family, distinct_shapes
 from ucp.families.library import find_contradictions
-from ucp.families.recipes import TensorRecipe, apply_recipe
+from ucp.families.recipes import keep_rows
 from ucp.families.styles import shape_conflicts
 from ucp.families.toml.config import build_config
 from ucp.io.json_text import NotJson, parsed
@@ -289,9 +289,7 @@ def without_padding(index: Index, family: Family | None, config: ModelConfig | N
     shortened: dict[str, AtomIndex] = {}
     for name, atom in ((name, index.atoms[name]) for name in padded):
         if 0 < rows < atom.global_shape[0]:
-            shape, state = (rows, *atom.global_shape[1:]), atom.states[WEIGHT]
-            weight = apply_recipe(state, TensorRecipe.identity(name, shape), {name: state.fragments})
-            shortened[name] = replace(atom, global_shape=shape, states={WEIGHT: weight})
+            shortened[name] = keep_rows(atom, rows)
     if not shortened:
         return index
     padding = format_count(index.atoms[next(iter(shortened))].global_shape[0] - rows, "row")

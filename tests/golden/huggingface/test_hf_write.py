@@ -276,6 +276,15 @@ def test_the_vocabulary_of_a_config_that_is_named(tmp_path: Path) -> None:
             assert any("4 rows of padding left out after the 60" in own for own in ucp.plan(source, **plan).notes)
 
 
+def test_a_config_of_fewer_layers_is_named(tmp_path: Path) -> None:
+    source = MEGATRON / "llama-tp2-pp2-dp2-full" / "checkpoint"
+    config = json.loads((ROOT / "huggingface" / "llama" / "model" / "config.json").read_text())
+    folder = model_folder(tmp_path / "model", **{**config, "num_hidden_layers": 2})
+    ucp.convert(source, tmp_path / "fsdp", to="dcp", names="huggingface")
+    with pytest.raises(MisfitError, match="2 layers"):
+        ucp.plan(tmp_path / "fsdp", to="huggingface", settings={"config": str(folder)})
+
+
 @pytest.mark.parametrize(
     ("changed", "match"),
     [

@@ -86,6 +86,9 @@ class TestStructure:
                 ParamGroup(params=("w",), hyper={"lr": 1e-4, "eps": 0}),
             ),
         )
+        as_list = ParamGroup(params=("w", "x"), hyper={"lr": 1e-3, "betas": [0.9, 0.95]})  # as JSON has them
+        as_tuple = replace(as_list, hyper={"lr": 1e-3, "betas": (0.9, 0.95)})
+        assert changes(replace(own, groups=(as_list,)), replace(own, groups=(as_tuple,))) == []
         assert changes(a, b) == [
             ("t", "", "alias", "w", "-"),
             ("w", "eps", "group", "-", "0"),

@@ -178,7 +178,7 @@ def find_unexpected(tensors: Sequence[LiveTensor], used: Collection[str], index:
             if all(name.startswith(prefix) and name.removeprefix(prefix) in stored for name in names)
         ),
     ]
-    if not renames and not used:
+    if not (renames or used or findings.hints):
         renames.append("rename=FUNCTION, from a name in the model to the name in the checkpoint")
     if renames:
         findings.hints.append(f"pass {', or '.join(renames[:_MOST_RENAMES])}")

@@ -4,6 +4,7 @@
 2. Otherwise, if the checkpoint lacks names or shapes of some rank, every rank finds the naming styles of the family in
    which the checkpoint has all of its names, and those in which it also has its shapes. A style that fits all ranks is
    used; if several do, none is. If the names already fit, a style must also fit the shapes.
+3. Rows with which the saved run padded its vocabulary are left out of tensors that have fewer rows in the model.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from functools import reduce
 from itertools import islice
 from pathlib import Path
 
-from ucp.contract.model import parse_values, recorded_arguments
+from ucp.contract.model import parse_values, recorded_arguments, run_arguments
 from ucp.contract.protocols import Naming, ParamOrder, SourceOptions
 from ucp.contract.registry import choose_family, library
 from ucp.core.index import WEIGHT, Index
 from ucp.errors import FamilyError, LoadError, UnknownFamilyError, UnsupportedError, UsageError, nearest
 from ucp.families.family import Family
 from ucp.families.naming import CANONICAL
-from ucp.families.recipes import TensorRecipe
+from ucp.families.recipes import TensorRecipe, keep_rows
 from ucp.families.styles import find_source_style
 from ucp.live.adapters import LiveRun
 from ucp.live.parts import LiveTensor
@@ -125,6 +126,8 @@ class _Styles:
     """Styles in which the tensors also have the shapes of this rank."""
     failures: Mapping[str, str] = field(default_factory=dict)
     """Style that has all names, to the reason why the checkpoint cannot be translated to it."""
+    nearest: tuple[str, str] | None = None
+    """A style that has most names of this rank, and one that it lacks, if no style has all."""
     why_no_source: str = ""
     """Why the style of the checkpoint itself is not known."""
 
@@ -148,6 +151,12 @@ class _Styles:
             return (f"several naming styles fit the names of the model, but assign them differently: pass {names}",)
         if self.why_no_source:
             return (self.why_no_source,)
+        if self.nearest is not None and not self.failures:
+            style, name = self.nearest
+            text = (
+                f"most names of the model have the style {style}, but not {name}: if that is new in this model, pass "
+            )
+            return (text + f"names={style!r} and strict=False",)
         return tuple(
             f"the names of the model have the style {style}, to which the checkpoint cannot be translated: {why}"
             for style, why in islice(self.failures.items(), 1)
@@ -165,8 +174,13 @@ def _find_styles(index: Index, tensors: Sequence[LiveTensor], options: NameOptio
         source = find_source_style(family, index.shapes)
     except FamilyError as error:
         return _Styles(family=family, why_no_source=str(error))
+    as_stored = sum(_is_in({*index.shapes, *index.aliases}, options.checkpoint_names(tensor)) for tensor in tensors)
+    nearest_style, most = None, max(len(tensors) // 2, as_stored)
     for style in (CANONICAL, *family.styles):
-        if not all(_is_read(family, options.checkpoint_names(tensor), style) for tensor in tensors):
+        unread = [t.name for t in tensors if not _is_read(family, options.checkpoint_names(t), style)]
+        if unread:
+            if style != source and len(tensors) - len(unread) > most:
+                nearest_style, most = (style, unread[0]), len(tensors) - len(unread)
             continue
         try:
             _, recipes = restyle(index, family, style, source)
@@ -180,7 +194,13 @@ def _find_styles(index: Index, tensors: Sequence[LiveTensor], options: NameOptio
         shapes = {name: recipe.shape for name, recipe in by_name.items()}
         if all(_has_shape(tensor, options, shapes) for tensor in tensors):
             with_shapes.add(style)
-    return _Styles(family=family, tensors=translated, with_shapes=frozenset(with_shapes), failures=failures)
+    return _Styles(
+        family=family,
+        tensors=translated,
+        with_shapes=frozenset(with_shapes),
+        failures=failures,
+        nearest=None if translated else nearest_style,
+    )
 
 
 def _is_in(stored: Collection[str], names: Sequence[str]) -> bool:
@@ -201,6 +221,31 @@ def _has_shape(tensor: LiveTensor, options: NameOptions, shapes: Mapping[str, tu
     except ValueError:
         return False
     return True
+
+
+def drop_padding(index: Index, tensors: Sequence[LiveTensor], options: NameOptions, ranks: Ranks) -> Index:
+    """`index` without the rows that pad the vocabulary of the saved run, as far as the model lacks them. Collective."""
+    arguments = run_arguments(index)
+    vocabulary, padded = arguments.get("vocab_size"), arguments.get("padded_vocab_size")
+    if not (isinstance(vocabulary, int) and isinstance(padded, int)):
+        return index
+    rows: dict[str, int] = {}
+    for tensor in tensors:
+        if tensor.part.is_padded:  # the run's framework says how
+            continue
+        local = tensor.part.global_shape or tensor.part.local_shape
+        name = next((name for name in options.checkpoint_names(tensor) if name in index.atoms), None)
+        stored = () if name is None else index.atoms[name].global_shape
+        if name is not None and stored and local and stored[0] == padded and stored[1:] == local[1:]:
+            rows |= {name: local[0]} if vocabulary <= local[0] < padded else {}
+    rows = {name: kept for of_rank in ranks.share(rows) for name, kept in of_rank.items()}
+    if not rows:
+        return index
+    atoms = {name: keep_rows(index.atoms[name], kept) for name, kept in rows.items()}
+    note = f"padding of the vocabulary ({padded:,} rows in the checkpoint) is not loaded: " + ", ".join(
+        f"{name} has {kept:,} rows in the model" for name, kept in rows.items()
+    )
+    return replace(index, atoms={**index.atoms, **atoms}, notes=(*index.notes, note))
 
 
 def reorder_to_optimizer(index: Index, path: Path, run: LiveRun, options: NameOptions, ranks: Ranks) -> Index:

@@ -59,6 +59,31 @@ def test_a_style_that_is_said(styled, style):
     assert f"names are translated to {style} by the rules of the family llama" in report.notes
 
 
+def test_padding_of_the_vocabulary_that_the_model_lacks(styled):
+    """Megatron padded 50 rows to 64; a model of transformers has 50 (or more, but not fewer), moments too."""
+    wanted = styled(LLAMA, "huggingface")
+    model = module_of(wanted)
+    heads = (model.model.embed_tokens, model.lm_head)
+    for module in heads:
+        module.weight = nn.Parameter(torch.zeros(50, 20))
+    optimizer = adam(model)
+    report = ucp.load_into(model, LLAMA, optimizer=optimizer)
+    for module, name in zip(heads, ("model.embed_tokens.weight", "lm_head.weight"), strict=True):
+        assert torch.equal(module.weight.detach(), wanted.read(name).float()[:50])
+        assert torch.equal(optimizer.state[module.weight]["exp_avg"], wanted.read(name, "exp_avg")[:50])
+    assert any("lm_head.weight has 50 rows" in note for note in report.notes)
+    model.lm_head.weight = nn.Parameter(torch.zeros(49, 20))
+    with pytest.raises(LoadError):
+        ucp.load_into(model, LLAMA)
+    model.classifier = nn.Linear(20, 2)  # a name that no style has: the error says what to pass
+    with pytest.raises(LoadError, match="names='huggingface'"):
+        ucp.load_into(model, LLAMA)
+    assert ucp.load_into(model, LLAMA, names="huggingface", strict=False).missing == (
+        "classifier.weight",
+        "classifier.bias",
+    )
+
+
 def test_names_of_all_ranks_together_show_the_style(styled):
     wanted = styled(LLAMA, "huggingface")
 
