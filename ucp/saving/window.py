@@ -198,8 +198,9 @@ def pack_slots(sizes: Mapping[str, OperatorSize], *, nbytes: int) -> tuple[tuple
         slots[-1].append(name)
         if full + casts > nbytes:
             raise UsageError(
-                f"does not fit: expected at most {nbytes:,} bytes in a save; {name} has {size.full:,}, and the weights "
-                f"of the operators after it {casts:,}. Save less often, or let more ranks write"
+                f"expected at most {nbytes:,} bytes in a save (bandwidth x seconds); the states of {name} take "
+                f"{size.full:,}, and the weights of the operators after it {casts:,}. Let more ranks write "
+                "(bandwidth), or let a save take longer than an iteration (seconds): the run then waits for it"
             )
     return tuple(map(tuple, slots))
 

@@ -10,6 +10,7 @@ from zlib_ng import zlib_ng
 
 from ucp.core.index import Extra, Index, SourceFile
 from ucp.core.tensor import Record
+from ucp.core.text.units import time_text
 from ucp.errors import ChangedError, CorruptError, MalformedError, UcpError, format_list
 from ucp.io.files import SourceFile as OpenFile
 from ucp.io.files import open_source
@@ -98,7 +99,9 @@ def _difference(stored: StoredFile, file: SourceFile) -> str:
     if stored.nbytes != file.nbytes:
         return f"{stored.nbytes} bytes then, {file.nbytes} now"
     if stored.mtime_ns != file.mtime_ns:
-        return f"last written {stored.mtime_ns} ns after 1970 then, {file.mtime_ns} now (`cp -p` keeps the time)"
+        times = (stored.mtime_ns, file.mtime_ns)
+        then, now = ("at an unknown time" if time is None else time_text(time) for time in times)
+        return f"last written {then} then, {now} now (`cp -p` keeps the time)"
     return "" if identity_of(file.path) == stored.identity else "its first or last 64 KiB differ"
 
 

@@ -82,6 +82,8 @@ def test_weights_alone_and_in_another_type(tmp_path: Path) -> None:
     state = written(source, tmp_path / "out", include=["*/weight"], dtypes={"weight": "bfloat16"})
     assert state["model"]["l1.weight"].dtype == torch.bfloat16
     assert state["optimizer"]["state"] == {}
+    report = ucp.plan(source, to="torch", include=["*/weight"])
+    assert not any("load_state_dict" in note for note in report.notes)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 _PREFIXES = ("", "Ki", "Mi", "Gi", "Ti", "Pi")
 
@@ -46,6 +47,16 @@ def seconds_text(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest} s"
     return f"{minutes // 60} h {minutes % 60} min"
+
+
+def time_text(nanoseconds: int) -> str:
+    """A time, of nanoseconds since 1970; all digits, so that two times that differ are two texts.
+
+    >>> time_text(1_795_696_322_096_739_395)
+    '2026-11-26 12:32:02.096739395 UTC'
+    """
+    seconds, rest = divmod(nanoseconds, 10**9)
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}.{rest:09} UTC"
 
 
 def shape_text(shape: Sequence[int]) -> str:

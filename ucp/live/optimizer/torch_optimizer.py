@@ -265,7 +265,7 @@ def _probe(optimizer: Optimizer, base: type[Optimizer], group: Mapping[str, obje
     try:
         probe.__setstate__({"defaults": dict(optimizer.defaults), "state": defaultdict(dict), "param_groups": groups})
         probe.step()
-    except (AssertionError, RuntimeError, TypeError, ValueError):
+    except (AssertionError, KeyError, RuntimeError, TypeError, ValueError):  # KeyError: states that __init__ makes
         return None
     return dict(probe.state[tiny])
 

@@ -71,6 +71,9 @@ def find_scheduler_state(
         why = f"several states fit it: {', '.join(fitting.values())}. Choose one with settings={{'scheduler': KEY}}"
     elif reasons:
         why = ", ".join(f"{name} is the state of another scheduler ({reason})" for name, reason in reasons.items())
+        why += (
+            ". Load without scheduler=, and step this one report.step times (in ucp.integrations: schedule='advance')"
+        )
     findings.problems.append(f"scheduler {type(scheduler).__name__}: {why}")
     return None
 

@@ -117,10 +117,11 @@ class _TorchDraft:
             for group in self._index.groups
         ]
         self.notes += setting_notes(self._index, self._decoupled)
-        self.notes.append(
-            "the optimizer's load_state_dict matches states to parameters by position, not by name: give the optimizer "
-            f"its parameters in the order that param_names lists in each group of {NAME}"
-        )
+        if states:
+            self.notes.append(
+                "the optimizer's load_state_dict matches states to parameters by position, not by name: give the "
+                f"optimizer its parameters in the order that param_names lists in each group of {NAME}"
+            )
         return {"state": states, "param_groups": groups}
 
     def _tensor(self, atom: AtomIndex, name: str) -> NewTensor:

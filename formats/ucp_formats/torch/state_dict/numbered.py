@@ -153,7 +153,9 @@ def order_params(
             )
     if problems:
         raise UsageError(f"--param-order does not fit this checkpoint:\n{format_list(problems)}")
-    return NumberedNames(dict(zip(numbers, names, strict=True)), "the order that --param-order gives")
+    return NumberedNames(
+        dict(zip(numbers, names, strict=True)), "the order of --param-order, or of the optimizer passed to load_into"
+    )
 
 
 def _skip_unlisted(

@@ -141,9 +141,12 @@ def _check(saved: StateDict, where: str) -> None:
     counts = Counter(name for group in saved.groups for name in group.params)
     unknown = sorted({*saved.states, *counts} - saved.model.keys())
     if unknown:
+        remedy = (
+            _SAVE_BOTH if saved.model else "There is no model here: join this folder and that of the weights by links"
+        )
         raise UnsupportedError(
             f"{where}: the optimizer has {format_count(len(unknown), 'parameter')} that the model lacks:\n"
-            f"{format_list(unknown)}\n{_SAVE_BOTH}"
+            f"{format_list(unknown)}\n{remedy}"
         )
     twice = sorted(name for name, count in counts.items() if count > 1)
     if twice:

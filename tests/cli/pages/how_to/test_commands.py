@@ -147,7 +147,9 @@ def test_split_folders(folder: Path, ucp: Run) -> None:
     assert package.inspect(folder / "from-mixed").atoms["weight"].states.keys() == {
         *("weight", "exp_avg", "exp_avg_sq", "step")
     }
-    assert "the optimizer has 2 parameters that the model lacks" in ucp("inspect", "optim", code=1).output
+    output = ucp("inspect", "optim", code=1).output
+    assert "the optimizer has 2 parameters that the model lacks" in output
+    assert "join this folder and that of the weights" in output
 
 
 def test_resume_a_torch_save_script(folder: Path, ucp: Run) -> None:

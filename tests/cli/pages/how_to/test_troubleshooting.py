@@ -14,7 +14,7 @@ import torch
 from click.testing import CliRunner
 
 from tests.golden.truth import load_stubbed
-from ucp import UcpError, load_into
+from ucp import SparseWindow, UcpError, load_into, save
 from ucp_cli.verbs import cli
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -275,6 +275,19 @@ def unknown_order() -> tuple[str, ...]:
     return convert("moe", "--to", "deepspeed", "--topology", "dp=2,zero=1", "--optimizer", "zero")
 
 
+@produces("expected one step for all parameters of an optimizer group")
+def steps_differ() -> tuple[str, ...]:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(3):
+        model[0].requires_grad_(step > 0)
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "run.pt")
+    return ("convert", "run.pt", "out", "--to", "deepspeed", "--topology", "dp=2,zero=1")
+
+
 @produces("has no such setting (--set)")
 def unknown_setting() -> tuple[str, ...]:
     return convert("deepspeed", "--to", "deepspeed", "--topology", "dp=2,zero=1", "--set", "stage=1")
@@ -336,6 +349,41 @@ def prefix() -> tuple[str, ...]:
     model = torch.nn.Linear(4, 4)
     torch.save({f"model.{name}": tensor for name, tensor in model.state_dict().items()}, "weights.pt")
     load_into(model, checkpoint="weights.pt")
+    return ()
+
+
+def trained(*params: torch.nn.Parameter) -> torch.optim.Optimizer:
+    """An optimizer of these parameters that has done a step."""
+    optimizer = torch.optim.AdamW(params)
+    sum(param.sum() for param in params).backward()
+    optimizer.step()
+    return optimizer
+
+
+@produces("the saved optimizer only numbers its parameters, and two orders fit")
+def two_orders() -> tuple[str, ...]:
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(2)))
+    optimizer = trained(*reversed(list(model.parameters())))
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "run.pt")
+    load_into(model, checkpoint="run.pt", optimizer=optimizer)
+    return ()
+
+
+@produces("is the state of another scheduler")
+def other_scheduler() -> tuple[str, ...]:
+    model = torch.nn.Linear(4, 4)
+    optimizer = trained(*model.parameters())
+    schedulers = torch.optim.lr_scheduler.StepLR(optimizer, 2), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    save(model, optimizer, None, "run", scheduler=schedulers[0])
+    load_into(model, checkpoint="run", optimizer=optimizer, scheduler=schedulers[1])
+    return ()
+
+
+@produces("expected at most ... bytes in a save (bandwidth x seconds)")
+def slow_storage() -> tuple[str, ...]:
+    model = torch.nn.Linear(4, 4)
+    save(model, trained(*model.parameters()), None, "run", step=1)
+    SparseWindow.fit("run", bandwidth=100, seconds=1)
     return ()
 
 

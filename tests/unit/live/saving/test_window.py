@@ -54,7 +54,7 @@ def test_figure_6_of_the_paper() -> None:
     sizes = {name: OperatorSize(12, 2) for name in "abcdef"}
     slots = pack_slots(sizes, nbytes=32)
     assert [slot_nbytes(sizes, slots, number) for number in range(3)] == [32, 28, 24]
-    with pytest.raises(UsageError, match="a has 12"):
+    with pytest.raises(UsageError, match="of a take 12"):
         pack_slots(sizes, nbytes=21)
 
 
