@@ -18,8 +18,7 @@ from ucp.core.index import STEP, WEIGHT, AtomIndex, Index
 from ucp.core.target import full_slice
 from ucp.core.tensor import DType
 from ucp.errors import LoadError, format_count, format_list
-from ucp.live.exchange.memory import is_memory
-from ucp.live.parts import LiveParam, LivePart, LiveTensor, LoadItem
+from ucp.live.parts import LiveParam, LivePart, LiveTensor, LoadItem, is_memory
 
 _MOST_RENAMES = 3
 """Functions for `rename=` that a message proposes."""
