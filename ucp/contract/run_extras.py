@@ -216,11 +216,13 @@ class ExtraValues:
         return sorted(name for name in self.names() if self._row(name) is None)
 
     def without_rank(self, stage: int) -> list[str]:
-        """Names for which ranks above 0 have values that the files of ZeRO stage `stage` cannot hold, sorted."""
+        """Names for which ranks above 0 have values that the files of ZeRO stage `stage` cannot hold, sorted.
+
+        Those that are not in the table are left out: `without_place` lists them.
+        """
         lost = {name for name, rank in self._of_ranks if rank > 0}
-        last = max((row.rank_stage for row in self._table.values()), default=0)
-        stages = {name: row.rank_stage if (row := self._row(name)) else last for name in lost}
-        return sorted(name for name in lost if not (self._same_ranks and stage >= stages[name]))
+        stages = {name: row.rank_stage for name in lost if (row := self._row(name)) is not None}
+        return sorted(name for name in stages if not (self._same_ranks and stage >= stages[name]))
 
     def _row(self, name: str) -> ExtraRow | None:
         starts = (row for start, row in self._table.items() if start.endswith("/") and name.startswith(start))
