@@ -169,6 +169,21 @@ def _order_piece(piece: str) -> tuple[int, str]:
     return (len(digits), digits) if piece.isdecimal() else (0, piece)
 
 
+def find_possible_tie(names: Collection[str], config: Mapping[str, object]) -> tuple[str, str] | None:
+    """Names of the output matrix and of the embedding that it may be tied to, if nothing tells; else None.
+
+    A model without an output matrix has none that could be tied: files of a base model, whose names lack the part
+    before the first dot; and models with another head, whose names differ in that part.
+    """
+    guess = {"architectures": ["ForCausalLM"], **config, "tie_word_embeddings": True}
+    pair = None if "tie_word_embeddings" in config else find_tied_output(names, guess)
+    if pair is None:
+        return None
+    output, embedding = pair
+    base = embedding.partition(".")[0] + "."
+    return pair if output in names or all(name.startswith(base) for name in names) else None
+
+
 def find_tied_output(names: Collection[str], config: Mapping[str, object]) -> tuple[str, str] | None:
     """Names of the output matrix and of the embedding that it is tied to; None if they are not known to be tied.
 

@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucp.contract.locating import Evidence, Located, SaveFolder
-from ucp.contract.model import CONFIG_EXTRA, find_tied_output, read_config, sort_by_number, sort_in_model_order
+from ucp.contract.model import (
+    CONFIG_EXTRA,
+    find_possible_tie,
+    find_tied_output,
+    read_config,
+    sort_by_number,
+    sort_in_model_order,
+)
 from ucp.contract.protocols import Format
 from ucp.contract.registry import choose_family
 from ucp.contract.sidecars import attach_sidecars
@@ -192,7 +199,9 @@ class _ModelIndexer:
             yield "the order in which the model registers its parameters is not recorded; they are listed by name"
         if not self.config.get("model_type"):
             reason = f"{CONFIG} does not name the kind of model" if self.config else f"no {CONFIG}"
-            yield f"{reason}: whether lm_head.weight is tied to the embedding is not known"
+            tie = None if self.aliases else find_possible_tie(self.weights.tensors, self.config)
+            if tie is not None:
+                yield f"{reason}: whether {tie[0]} is tied to {tie[1]} is not known"
         if files.form is Form.NUMBERED:
             yield f"no index file: taken as complete, because all {len(self.weights.files):,} numbered files are there"
         if files.form is Form.OF_RANKS and "model_type" not in self.config:

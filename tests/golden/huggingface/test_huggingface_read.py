@@ -196,6 +196,22 @@ class TestBesideOthers:
             with pytest.raises(UnknownFormatError, match="LoRA adapter"):
                 ucp.inspect(path)
 
+    @pytest.mark.parametrize(
+        ("names", "is_open"),
+        [
+            (["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"], True),
+            (["model.embed_tokens.weight", "model.norm.weight"], True),  # a tied head is stored once
+            (["gpt_neox.embed_in.weight", "embed_out.weight"], True),
+            (["model.embed_tokens.weight", "model.norm.weight", "score.weight"], False),
+            (["embed_tokens.weight", "norm.weight"], False),
+            (["blocks.0.weight"], False),
+        ],
+    )
+    def test_only_a_head_that_may_be_there_may_be_tied(self, names: list[str], is_open: bool, tmp_path: Path) -> None:
+        save_file({name: torch.zeros(2, 2) for name in names}, tmp_path / "model.safetensors")
+        notes = ucp.inspect(tmp_path).notes
+        assert any("is tied to" in note for note in notes) is is_open
+
     @pytest.mark.parametrize("is_linked", [False, True])
     def test_an_adapter_beside_the_model_is_reported_as_not_merged(self, is_linked: bool, tmp_path: Path) -> None:
         folder = tmp_path / "model"
