@@ -159,6 +159,11 @@ class Target(Protocol):
         del topology
         return False
 
+    def scheduler_of(self, settings: Mapping[str, str]) -> str | None:
+        """`scheduler`; None if the variant that `settings` choose has no place for it."""
+        del settings
+        return self.scheduler
+
     def takes_names_of(self, index: Index, settings: Mapping[str, str]) -> bool:
         """Whether it writes a model of no known family under unchanged names."""
         del index, settings

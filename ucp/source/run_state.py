@@ -34,7 +34,7 @@ def place_run_state(index: Index, chosen: Target, settings: Mapping[str, str]) -
         return index, settings
     others = {name: text for name, text in settings.items() if name not in RUN_SETTINGS}
     index = _set_step(index, settings.get(STEP))
-    return _find_scheduler(index, chosen, settings.get(SCHEDULER)), others
+    return _find_scheduler(index, chosen, settings), others
 
 
 def _set_step(index: Index, text: str | None) -> Index:
@@ -63,14 +63,17 @@ def _set_step(index: Index, text: str | None) -> Index:
     return replace(index, dropped=(*index.dropped, line))
 
 
-def _find_scheduler(index: Index, chosen: Target, key: str | None) -> Index:
+def _find_scheduler(index: Index, chosen: Target, settings: Mapping[str, str]) -> Index:
     """`index` with the scheduler's state as `LR_SCHEDULER`; a line under `dropped` where several could be it."""
+    key, place = settings.get(SCHEDULER), chosen.scheduler_of(settings)
     has_one = any(extra.name == LR_SCHEDULER and isinstance(extra.value, dict) for extra in index.extras)
     has_place = has_one or run_extras(index).scheduler is not None  # it need not be searched
-    if key is None and (chosen.scheduler is None or has_place):
+    if key is None and (place is None or has_place):
         return index
-    if chosen.scheduler is None:
-        raise UsageError(f"{chosen.name} loads only schedulers of its own framework: drop --set {SCHEDULER}={key}")
+    if place is None:
+        has_other = chosen.scheduler is not None
+        why = "writes no scheduler with these settings" if has_other else "loads only schedulers of its own framework"
+        raise UsageError(f"{chosen.name} {why}: drop --set {SCHEDULER}={key}")
     known = {scheduler.key: scheduler for scheduler in find_schedulers(index)}
     if key is not None and key.replace("/", ".") not in known:
         raise UsageError(
@@ -84,26 +87,25 @@ def _find_scheduler(index: Index, chosen: Target, key: str | None) -> Index:
             different.append(scheduler)
     if len(different) > 1:
         line = (
-            f"schedulers {', '.join(known)}: none is written as {chosen.scheduler}, as nothing says which of them the "
+            f"schedulers {', '.join(known)}: none is written as {place}, as nothing says which of them the "
             f"run uses. Choose one with --set {SCHEDULER}=KEY"
         )
         return replace(index, dropped=(*index.dropped, line))
-    return _move_scheduler(index, different[0], chosen) if different else index
-
-
-def _move_scheduler(index: Index, scheduler: SchedulerState, chosen: Target) -> Index:
-    """`index` with a scheduler's state as the extra that the target writes.
-
-    If the target keeps the extras of the source, the state stays in its old place, too, for the user's script.
-    """
-    assert chosen.scheduler is not None
-    if scheduler.key == chosen.scheduler:
-        return index
     keeps = (index.origin or index.format) in chosen.keeps_extras_of
-    extras: list[Extra] = [Extra(name=chosen.scheduler, value=scheduler.state)]
+    return _move_scheduler(index, different[0], place, keeps=keeps) if different else index
+
+
+def _move_scheduler(index: Index, scheduler: SchedulerState, place: str, *, keeps: bool) -> Index:
+    """`index` with a scheduler's state as the extra `place`, which the target writes.
+
+    If the target `keeps` the extras of the source, the state stays in its old place, too, for the user's script.
+    """
+    if scheduler.key == place:
+        return index
+    extras: list[Extra] = [Extra(name=place, value=scheduler.state)]
     for extra in index.extras:
         rest = scheduler.remove_from(extra) if extra.name == scheduler.extra and not keeps else extra
-        if rest is not None and rest.name != chosen.scheduler:
+        if rest is not None and rest.name != place:
             extras.append(rest)
-    note = f"the scheduler's state is taken from {scheduler.key}, as {chosen.scheduler}"
+    note = f"the scheduler's state is taken from {scheduler.key}, as {place}"
     return replace(index, extras=tuple(extras), notes=(*index.notes, note))

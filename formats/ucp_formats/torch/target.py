@@ -90,6 +90,10 @@ class DcpTarget(Target):
     keeps_extras_of = ("dcp",)
     takes_replicas = True
 
+    def scheduler_of(self, settings: Mapping[str, str]) -> str | None:
+        """The scheduler's extra; None for accelerate, which loads schedulers from files of its own."""
+        return None if settings.get("style") == "accelerate" else self.scheduler
+
     def takes_family(self, topology: Topology | None) -> bool:
         """Whether a family is needed: only for tensor parallelism."""
         return topology is not None and topology.tp > 1

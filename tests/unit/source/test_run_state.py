@@ -95,6 +95,18 @@ def test_a_scheduler_of_a_file_is_loaded_from_dcp_as_lr_scheduler(tmp_path, kind
     assert state["step"] == STEPS
 
 
+def test_a_scheduler_that_the_style_has_no_place_for_is_only_said_to_be_left_behind(tmp_path):
+    """accelerate loads schedulers from files of its own."""
+    run = Run()
+    source = run.save_file(tmp_path / "all.pt", sched=run.schedule)
+    report = ucp.plan(source, to="dcp", settings={"style": "accelerate"})
+    assert not any("sched" in note for note in report.notes)
+    (dropped,) = report.dropped
+    assert dropped.endswith(" keys for: sched")
+    with pytest.raises(UsageError, match="drop --set scheduler=sched"):
+        ucp.plan(source, to="dcp", settings={"style": "accelerate", "scheduler": "sched"})
+
+
 def test_a_step_that_is_written_is_not_said_to_be_left_out(tmp_path):
     source = Run().save_file(tmp_path / "all.pt", step=7, note="mine")
     report = ucp.convert(source, tmp_path / "dcp", to="dcp")
