@@ -26,6 +26,7 @@ from ucp.families.family import Family
 from ucp.families.naming import ParsedName
 from ucp.families.rule import Alias, Rule
 from ucp.families.template import Template
+from ucp.families.translate import find_missing
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 STYLE = "huggingface"
@@ -137,6 +138,7 @@ def test_the_family_is_recognised(name):
     model = MODELS[name]
     found, _ = choose_family(names=list(model.made["tensors"]), shapes=model.shapes, arguments=model.config)
     assert (found.name, found.conflicts) == (model.made["family"], ())
+    assert not find_missing(found, model.shapes)
 
 
 @every_model

@@ -63,6 +63,8 @@ class Family:
     """Parameters with two names."""
     ignored: tuple[str, ...] = ()
     """Suffixes of names that need no rule, because they are not parameters."""
+    required: tuple[str, ...] = ()
+    """Templates of the parameters that every layer of a model has, and the model itself; see `find_missing`."""
     order: tuple[str, ...] = ()
     """Name prefixes in registration order, where the order of the rules does not give it."""
     kind_of: tuple[str, ...] = ()

@@ -20,7 +20,7 @@ from ucp.families.family import Family
 from ucp.families.naming import CANONICAL, ParsedName
 from ucp.families.recipes import TensorRecipe
 from ucp.families.rule import Alias, JoinedBox
-from ucp.families.template import Template
+from ucp.families.template import Template, kind
 
 _REMEDY = "Take the whole model, without --include and --exclude, or choose another family with --family"
 
@@ -64,6 +64,37 @@ def translate(
     canonical = _to_canonical(family, [(named, unit) for named, unit in units if unit not in unchanged], shapes)
     recipes = {name: TensorRecipe.identity(name, shapes[name]) for unit in unchanged for name in unit.names}
     return recipes | _to_style(family, canonical, shapes, style)
+
+
+def find_missing(family: Family, names: Iterable[str], source: str | None = None) -> list[str]:
+    """Canonical names of the required parameters that no tensor gives.
+
+    `names`: of all tensors of the model. A layer is there if a tensor has its number. Where a tensor stacks all layers,
+    the field of the template stays open. `source`: style of the names; None for any.
+    """
+    required = [Template(text) for text in family.required]
+    most = max((len(template.fields) for template in required), default=-1)
+    names_by_kind: dict[str, list[str]] = {}
+    for name in names:
+        names_by_kind.setdefault(kind(name), []).append(name)
+    parsed = [
+        named
+        for alike in names_by_kind.values()
+        if any(len(rule.name.fields) <= most for rule in family.rules_of(alike[0]))  # not the many names of experts
+        for named in (family.read(name, source) for name in alike)
+        if named is not None
+    ]
+    present = {named.canonical for named in parsed}
+    templates = {named.rule.name for named in parsed}
+    missing: dict[str, None] = {}
+    for template in required:
+        for named in parsed if template.text not in present else ():
+            numbers = {field: named.fields[field] for field in template.fields if field in named.fields}
+            is_open = len(numbers) < len(template.fields)
+            name = template.filled(numbers)
+            if set(template.fields) <= set(named.rule.name.fields) and name not in present:
+                missing |= {} if is_open and template in templates else {name: None}
+    return family.sort_canonical(missing)
 
 
 def _units(family: Family, shapes: Mapping[str, tuple[int, ...]], source: str | None) -> list[tuple[ParsedName, _Unit]]:

@@ -19,7 +19,7 @@ from ucp.families.naming import CANONICAL
 from ucp.families.recipes import TensorRecipe, add_copy, apply_recipes
 from ucp.families.styles import find_source_style
 from ucp.families.toml.rename import read_renames
-from ucp.families.translate import translate
+from ucp.families.translate import find_missing, translate
 from ucp.transfer.probe import Prober
 
 _MOST_SHOWN = 8
@@ -59,7 +59,25 @@ def rename_source(
         note = f"no known model family: all names are written unchanged; they are assumed to be names of {style}"
         return RenamedSource(index=replace(index, notes=(*index.notes, note)))
     used = frozenset(name for name in settings if name not in target.settings and name in _size_names(family))
-    return RenamedSource(index=translate_names(index, family, style, naming.source), family=family.name, used=used)
+    renamed = translate_names(index, family, style, naming.source)
+    if renamed is not index:
+        _check_complete(index, family, naming.source)
+    return RenamedSource(index=renamed, family=family.name, used=used)
+
+
+def _check_complete(index: Index, family: Family, source: str) -> None:
+    """Raise FamilyError for parameters that a model of the family cannot lack, unless the user took only a part."""
+    missing = [] if index.unselected else find_missing(family, index.shapes, source or None)
+    if missing:
+        raise FamilyError(
+            f"expected every parameter that each model of the family {family.name!r} has; no tensor of {index.path} "
+            f"gives these {len(missing)}:\n{format_list(missing, most=_MOST_SHOWN)}\n"
+            "A model that loads what would be written fails for them, or computes with values of its own. If files are "
+            "missing, copy them. If the model is of another family, though all its names are known (OLMo has Llama's, "
+            "but norms without weights), name that family (--family), or write the model under its own names (--to "
+            "deepspeed, deepspeed-universal, dcp or ucp, without --names). If the source holds a part of a model on "
+            f'purpose, pass a rules file with extends = ["{family.name}"] and required = [] (--patterns my.toml)'
+        )
 
 
 def translate_names(index: Index, family: Family, style: str, source: str = "") -> Index:

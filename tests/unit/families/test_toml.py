@@ -67,6 +67,13 @@ def test_rules_can_be_dropped():
     assert [str(rule.name) for rule in own.rules] == ["layers.{layer}.a"]
 
 
+def test_what_every_layer_has_is_inherited_without_what_is_dropped():
+    parent = family('name = "p"\nabstract = true\nrequired = ["layers.{layer}.a", "layers.{layer}.b"]', family(BASE))
+    assert family('name = "own"', parent).required == ("layers.{layer}.a", "layers.{layer}.b")
+    assert family('name = "own"\ndrop = ["layers.{layer}.b"]', parent).required == ("layers.{layer}.a",)
+    assert family('name = "own"\nrequired = []', parent).required == ()
+
+
 def test_aliases_can_be_added_to_rules_that_are_extended():
     text = 'name = "own"\n[alias.other]\n"layers.{layer}.b" = { names = ["x.{layer}", "y.{layer}"], groups = "2" }'
     own = family(text, family(BASE))
@@ -131,6 +138,7 @@ def test_the_header_is_read_on_its_own():
         ),
         ("name = 'x'\n[style.a]\nlike = 'b'", r"style: a: like: .*\['b'\]"),
         ("name = 'x'\n[given]\na = 'b'", r"got `str` - at `\$\.given"),
+        ("name = 'x'\nrequired = ['a']", r"required: .*\['a'\]"),
         ("name = 'x'\ndrop = ['a']", r"drop: .*\['a'\]"),
         ("name = 'x'\n[alias.te]\na = 'b'", r"alias: .*\['a'\]"),
         ("name = 'x'\n[alias.te]\na = 'b{'", r"alias: te: a: .*'b\{'"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -212,6 +214,41 @@ def test_a_second_name_that_has_no_place_is_told(tmp_path: Path) -> None:
     assert any("head.weight = emb.weight" in line for line in turned.dropped)
     taken = plan(tmp_path / "a", rename=rules(tmp_path, '[[rename]]\nfrom = "emb.weight"\nto = "head.weight"'))
     assert taken.source.aliases == {}
+
+
+def of_llama(folder: Path, *, lacks: str) -> Path:
+    """A Llama of two layers, without the tensors whose names match a glob."""
+    sizes = {"self_attn.q": (8, 8), "self_attn.k": (8, 8), "self_attn.v": (8, 8), "self_attn.o": (8, 8)}
+    sizes |= {"mlp.gate": (12, 8), "mlp.up": (12, 8), "mlp.down": (8, 12)}
+    model: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (16, 8), "lm_head.weight": (16, 8)}
+    for layer in range(2):
+        model |= {f"model.layers.{layer}.{name}_proj.weight": shape for name, shape in sizes.items()}
+        model |= {f"model.layers.{layer}.{name}_layernorm.weight": (8,) for name in ("input", "post_attention")}
+    model["model.norm.weight"] = (8,)
+    shards = Shards(folder)
+    kept = {name: shape for name, shape in model.items() if not fnmatchcase(name, lacks)}
+    write_checkpoint(make_index(folder, {(n, "weight"): shards.whole(torch.zeros(s).numpy()) for n, s in kept.items()}))
+    return folder
+
+
+def test_a_model_without_what_its_family_always_has_is_refused(tmp_path: Path) -> None:
+    """OLMo has Llama's names, but norms without weights: a model of megatron-core would keep its initial norms."""
+    sizes = {"num_attention_heads": 2}
+    source = of_llama(tmp_path / "olmo", lacks="*norm.weight")
+    for target in ({"to": "megatron", "topology": "tp=1"}, {"to": "dcp", "names": "torchtitan"}):
+        with pytest.raises(MisfitError) as error:
+            plan(source, settings=sizes, **target)
+        assert {
+            f"decoder.layers.{layer}.{norm}_layernorm.weight" for layer in range(2) for norm in ("input", "pre_mlp")
+        } | {"decoder.final_layernorm.weight"} == set(re.findall(r"^  (\S+)$", str(error.value), re.MULTILINE))
+    plan(source, to="torch")  # under its own names
+    partly = tmp_path / "part.toml"
+    partly.write_text('name = "part"\nextends = ["llama"]\nrequired = []')
+    assert len(plan(source, settings=sizes, names="mcore", patterns=partly).source.atoms) == 10
+    chosen = plan(source, settings=sizes, names="mcore", include=["*layers.1*"])
+    assert len(chosen.source.atoms) == 4
+    with pytest.raises(MisfitError, match=r"these 1:\n  decoder\.layers\.1\.mlp\.linear_fc2\.weight"):
+        plan(of_llama(tmp_path / "hole", lacks="*1.mlp.down*"), settings=sizes, names="mcore")
 
 
 def test_query_groups_that_the_shapes_contradict_are_refused(tmp_path: Path) -> None:

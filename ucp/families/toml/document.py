@@ -117,6 +117,7 @@ class FamilyDocument(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     abstract: bool = False
     order: tuple[str, ...] | None = None
     ignored: tuple[str, ...] = ()
+    required: tuple[str, ...] | None = None
     evidence: FamilyEvidence = FamilyEvidence()
     sizes: dict[str, Formulas] = {}
     constants: dict[str, bool | WholeNumber] = msgspec.field(default_factory=dict, name="given")

@@ -88,6 +88,7 @@ def read_family(
                 ),
             ),
             ignored=(*base.ignored, *document.ignored),
+            required=_required(base, document),
             order=base.order if document.order is None else document.order,
             kind_of=document.kind_of,
             abstract=document.abstract,
@@ -114,6 +115,7 @@ def _join_families(families: Sequence[Family]) -> Family:
             configs=merge_parts(joined.configs, family.configs),
             tied=tuple(dict.fromkeys((*joined.tied, *family.tied))),
             ignored=tuple(dict.fromkeys((*joined.ignored, *family.ignored))),
+            required=family.required or joined.required,
             order=family.order or joined.order,
         )
     return joined
@@ -138,6 +140,13 @@ def _merged(old: Sequence[Rule], new: Sequence[Rule], drop: Sequence[str]) -> tu
         if rule.name.text not in drop:
             remaining.setdefault(rule.name, []).append(rule)
     return tuple(rule for rules in {**remaining, **changed}.values() for rule in rules)
+
+
+def _required(base: Family, document: FamilyDocument) -> tuple[str, ...]:
+    """Templates under `required`, else the inherited ones of which the family still has the rules."""
+    if document.required is None:
+        return tuple(text for text in base.required if text not in document.drop)
+    return tuple(Template(text).text for text in document.required)
 
 
 def _check_known(what: str, names: Iterable[str], known: Container[str]) -> None:
@@ -247,6 +256,7 @@ def _checked(family: Family) -> Family:
     for style in family.styles.values():
         _check_style(style, family.styles)
     templates = {rule.name.text for rule in family.rules}
+    _check_known("required: templates of rules", family.required, templates)
     names = {*family.sizes, *family.constants, *_AXES, DIM}
     for rule in family.rules:
         styles = ", ".join(family.styles)
