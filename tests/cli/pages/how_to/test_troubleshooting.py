@@ -260,6 +260,13 @@ def unknown_sizes() -> tuple[str, ...]:
     return ("convert", "named", "out", "--to", "megatron", "--topology", "tp=2")
 
 
+@produces("expected every parameter that each model of the family")
+def part_of_a_family() -> tuple[str, ...]:
+    copy("model")
+    run("convert", "model", "part", "--exclude", "*norm.weight", "--virtual")
+    return ("convert", "part", "out", "--to", "dcp", "--names", "torchtitan")
+
+
 @produces("the model is not of the family")
 def wrong_family() -> tuple[str, ...]:
     return convert("megatron", "--family", "gpt")
