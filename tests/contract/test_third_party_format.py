@@ -80,6 +80,6 @@ def test_commands_read_it(site: Path, tmp_path: Path) -> None:
 
 
 def test_the_page_shows_the_package() -> None:
-    shown = dedent(PAGE.split("`npy_format.py`, whole:\n")[1].split("\n## ")[0]).strip()
+    shown = dedent(PAGE.split("`npy_format.py`, in full:\n")[1].split("\n## ")[0]).strip()
     assert shown == (PACKAGE / "npy_format.py").read_text().strip()
     assert 'npy = "npy_format:NpyFormat"' in PAGE

@@ -255,8 +255,12 @@ def _follow(
 def _misfit_error(family: Family, tensors: Sequence[str], error: Exception) -> FamilyError:
     if isinstance(error, UnknownNameError):
         names = [str(way) for way in family.sizes.get(str(error), ()) if str(way).isidentifier()] or [str(error)]
-        why = f"nothing records how many {error} the model has. Pass --set {names[0]}=N"
-        why += f" (or {', '.join(names[1:])})" if names[1:] else ""
+        others = {str(way) for size, ways in family.sizes.items() if size != str(error) for way in ways}
+        alone = [name for name in names if name not in others] or names
+        shared = [name for name in names if name not in alone]
+        why = f"nothing records how many {error} the model has. Pass --set {alone[0]}=N"
+        why += f" (or {', '.join(alone[1:])})" if alone[1:] else ""
+        why += f" and --set {shared[0]}=N; the latter is enough if both are equal" if shared else ""
     elif not family.source:  # rules of the user's own
         why = f"{error}. Correct the rule (dim, groups, blocks, lengths, view, order)"
     else:

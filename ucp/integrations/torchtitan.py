@@ -5,7 +5,7 @@ In the configuration of the run:
     from ucp.integrations.torchtitan import ResumingManager
 
     config.checkpoint = ResumingManager.Config(
-        enable=True, initial_load_path="ckpt/global_step1000", initial_load_model_only=False
+        enable=True, initial_load_path="/runs/ckpt/global_step1000", initial_load_model_only=False
     )
 
 Tested with torchtitan 0.3.0: its manager, optimizers and schedulers, over FSDP2.

@@ -26,6 +26,9 @@ from ucp.core.tensor import DType
 if TYPE_CHECKING:
     import torch
 
+_MEMORY = "<memory of rank "
+"""Prefix of what stands for memory."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivePart:
@@ -181,3 +184,22 @@ class LoadItem:
     def state(self) -> str:
         """Name of the state."""
         return self.slice.state
+
+
+def memory_path(rank: int) -> str:
+    """What stands for the memory of a rank in place of a file."""
+    return f"{_MEMORY}{rank}>"
+
+
+def memory_rank(path: str) -> int:
+    """The rank whose memory a path stands for.
+
+    >>> memory_rank(memory_path(3))
+    3
+    """
+    return int(path.removeprefix(_MEMORY)[:-1])
+
+
+def is_memory(path: str | None) -> bool:
+    """Whether a path stands for the memory of a rank."""
+    return path is not None and path.startswith(_MEMORY)

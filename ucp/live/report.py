@@ -13,8 +13,8 @@ from ucp.core.text.units import count_text, nbytes_text, rate_text, seconds_text
 from ucp.errors import format_count
 from ucp.live.checkpoint import Checkpoint
 from ucp.live.exchange.carry import Traffic
-from ucp.live.exchange.memory import is_memory
 from ucp.live.match.decide import Decision
+from ucp.live.parts import is_memory
 from ucp.live.resume.beside import ResumePlan
 
 

@@ -77,16 +77,6 @@ def place(
     )
 
 
-def arrange_replicas(replicas: Sequence[int], *, nodes: int, slots: int) -> list[list[int]]:
-    """Experts on each node, with given numbers of replicas, so that survival is likeliest. `slots`: of a node.
-
-    The best of grouping and spreading, each improved by exchanges: never below either of them.
-    """
-    sets = LostNodes.of(nodes)
-    arrangements = [group_replicas(replicas, nodes=nodes, slots=slots), spread_replicas(replicas, nodes=nodes)]
-    return min(map(exchange_slots, arrangements), key=lambda way: sets.score(sets.fatal(_masks_of(way))))
-
-
 def _check(loads: Mapping[int, Sequence[float]], cluster: Cluster, threshold: int) -> None:
     """Raise UsageError for what cannot be placed."""
     if isinstance(threshold, bool) or not isinstance(threshold, int) or not 1 <= threshold <= cluster.nodes:

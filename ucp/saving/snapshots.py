@@ -27,11 +27,11 @@ from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.errors import StaleError, format_count
 from ucp.io.folder import parse_path
 from ucp.live.adapters import LiveRequest
-from ucp.live.exchange.memory import memory_path
 from ucp.live.load import find_model_device
 from ucp.live.model.describe import list_modules
 from ucp.live.model.parallel.experts import PlacementLike
 from ucp.live.optimizer.torch_optimizer import unwrap_optimizer
+from ucp.live.parts import memory_path
 from ucp.live.run.ranks import Ranks, find_ranks, run_together
 from ucp.live.run.request import parse_mesh
 from ucp.moe.layers import find_layers

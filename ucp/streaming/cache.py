@@ -6,8 +6,8 @@ docs/explanation/papers.md.
 
 >>> cache = Cache(3, lambda key, kept: key, decay=0.5, period=4)
 >>> _ = [cache.get(key) for key in "aabacdaeab"]
->>> cache.misses, cache.evictions, sorted(cache)
-(6, 3, ['a', 'b', 'e'])
+>>> cache.misses, sorted(cache)
+(6, ['a', 'b', 'e'])
 
 A model uses its experts layer after layer, so that each new one would drop the one that is needed soonest. With
 `history`, uses of dropped values count, too, and a value is only dropped for one that was used more often:
@@ -45,7 +45,7 @@ class Cache(Generic[K, V]):
         `release` takes a value that leaves the cache. Every `period` calls of `get`, the uses of all keys are
         multiplied by `decay`.
         """
-        self.hits = self.misses = self.evictions = 0
+        self.hits = self.misses = 0
         self._capacity, self._read, self._release = capacity, read, release
         self._history, self._decay, self._period, self._calls = history, decay, period, 0
         self._values: dict[K, V] = {}
@@ -94,6 +94,5 @@ class Cache(Generic[K, V]):
 
     def _evict(self, key: K) -> None:
         value = self._values.pop(key)
-        self.evictions += 1
         if self._release is not None:
             self._release(value)

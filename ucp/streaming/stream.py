@@ -83,11 +83,7 @@ class Stream(Report):
         """Stop reading. The model cannot compute any more."""
         self._ring.close()
         self._reader.close()
-        if self._group is not None:
-            from torch import distributed
-
-            with suppress(ValueError):  # it was destroyed before, as all groups at the end of a program
-                distributed.destroy_process_group(self._group)
+        _destroy_group(self._group)
 
     def page(self) -> Page:
         """What is streamed, and what was read."""
@@ -178,10 +174,10 @@ def stream(
             **options,
         ),
     )
-    peers: Ranks = SingleRank()
-    group = None
-    if request.carry.exchange is Exchange.ALWAYS:
-        peers, group = _find_peers(ranks, process_group)
+    has_peers = request.carry.exchange is Exchange.ALWAYS
+    makes_group = has_peers and process_group is None and ranks.count > 1
+    if has_peers and not makes_group and ranks.device.type != "cpu":
+        raise UnsupportedError("expected process_group with backend gloo for exchange='always'; or leave it out")
     live = LiveRequest(model=model, optimizer=False, mesh=request.mesh, ranks=ranks, dtype=request.dtype)
     decision, _ = decide_load(live, request, ResumeOptions(policy=request.rank_extras), {}, Clock(), saved=None)
     device = decision.run.model.device or find_model_device(model)
@@ -210,7 +206,13 @@ def stream(
             stream_module(key, model.get_submodule(f"{key[0]}.{key[1]}"), params, experts)
         if callable(choose := getattr(model, "set_experts_implementation", None)):
             choose("eager")
-    ring = Ring(dense, reader, peers, slots=slots, device=device)
+    group = _make_group() if makes_group else None  # last, as it stays if anything fails
+    try:
+        peers = ProcessGroupRanks(group, torch.device("cpu")) if group else ranks if has_peers else SingleRank()
+        ring = Ring(dense, reader, peers, slots=slots, device=device)
+    except BaseException:
+        _destroy_group(group)
+        raise
     for number, layer in enumerate(modules.values()):
         layer.register_forward_pre_hook(lambda *_, number=number: ring.enter(number))
         layer.register_forward_hook(lambda *_, number=number: ring.leave(number), always_call=True)
@@ -226,17 +228,20 @@ def stream(
     )
 
 
-def _find_peers(ranks: Ranks, group: ProcessGroup | Ranks | None) -> tuple[Ranks, ProcessGroup | None]:
-    """The ranks that exchange what they read, in the background, and the group that is made for it. Collective."""
-    import torch
+def _make_group() -> ProcessGroup:
+    """A group of all ranks for exchanges in the background, which the model does not use. Collective."""
     from torch import distributed
 
-    if group is None and ranks.count > 1:
-        made = distributed.new_group(backend="gloo")  # which the model does not use
-        return ProcessGroupRanks(made, torch.device("cpu")), made
-    if ranks.device.type != "cpu":
-        raise UnsupportedError("expected process_group with backend gloo for exchange='always'; or leave it out")
-    return ranks, None
+    group: ProcessGroup = distributed.new_group(backend="gloo")
+    return group
+
+
+def _destroy_group(group: ProcessGroup | None) -> None:
+    from torch import distributed
+
+    if group is not None:
+        with suppress(ValueError):  # it was destroyed before, as all groups at the end of a program
+            distributed.destroy_process_group(group)
 
 
 def _find_layers(model: nn.Module, path: str | None) -> dict[str, nn.Module]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Run
+from tests.cli.conftest import FIXTURES, Run
 
 KEYS = {
     "schema",
@@ -125,3 +126,11 @@ def test_all_states_of_one_parameter_left_out_are_not_taken_for_zeros(
 def warnings_of(page: str) -> str:
     """What stands under the title."""
     return page.partition("\nWarnings\n")[2].partition("\n\n")[0]
+
+
+def test_all_sizes_that_nothing_records_are_named_together(ucp: Run, tmp_path: Path) -> None:
+    model = FIXTURES.parent / "huggingface" / "llama" / "model" / "model.safetensors"
+    shutil.copy(model, tmp_path)
+    error = ucp("plan", tmp_path, "--to", "megatron", "--topology", "tp=2", code=2).stderr
+    assert "--set num_query_groups=" in error
+    assert "--set num_attention_heads=" in error

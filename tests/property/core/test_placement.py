@@ -26,7 +26,7 @@ from ucp.placement.arrange import (
 from ucp.placement.forms import FORMS, read_placement, write_placement
 from ucp.placement.loads import read_loads
 from ucp.placement.migrate import plan_migration
-from ucp.placement.place import arrange_replicas, place
+from ucp.placement.place import place
 from ucp.placement.placement import Cluster, Placement
 from ucp.placement.survival import LostNodes, exchange_slots, mask_of
 
@@ -90,8 +90,9 @@ SMALL = [
 def test_no_placement_survives_better_than_what_is_chosen() -> None:
     worse = {}
     for nodes, slots, replicas in SMALL:
-        chosen = arrange_replicas(replicas, nodes=nodes, slots=slots)
-        assert [len(held) for held in chosen] == [slots] * nodes
+        (experts,) = ucp.place([replicas], nodes=nodes, slots=slots, threshold=1).layers.values()
+        chosen = [experts[start : start + slots] for start in range(0, len(experts), slots)]
+        assert sorted(Counter(experts).values()) == list(replicas)
         survival, best = LostNodes.of(nodes).survival(masks_of(chosen)), best_survival(nodes, slots, replicas)
         if any(rate < bound - 1e-9 for rate, bound in zip(survival, best, strict=True)):
             worse[nodes, slots, replicas] = (survival, best)

@@ -23,14 +23,12 @@ from ucp.core.region import Box, intersect
 from ucp.core.tensor import InlineTensor, TensorRef
 from ucp.live.exchange.carry import CarryOptions, Traffic, carry
 from ucp.live.exchange.stages import Exchange
-from ucp.live.parts import LoadItem
+from ucp.live.parts import LoadItem, is_memory, memory_rank
 from ucp.live.run.ranks import Ranks, run_together
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
-
-_PREFIX = "<memory of rank "
 
 _Copies: TypeAlias = tuple[tuple[int, int], ...]
 """Every copy of a box: the rank that has it, and its offset there."""
@@ -47,16 +45,6 @@ class Memory(Protocol):
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """The elements of a box, which begin at `offset` of this rank's memory, in row-major order."""
-
-
-def memory_path(rank: int) -> str:
-    """What stands for the memory of a rank in place of a file."""
-    return f"{_PREFIX}{rank}>"
-
-
-def is_memory(path: str | None) -> bool:
-    """Whether a path stands for the memory of a rank."""
-    return path is not None and path.startswith(_PREFIX)
 
 
 class _Request(NamedTuple):
@@ -115,7 +103,7 @@ def _list_boxes(item: LoadItem) -> _Boxes:
         ref = fragment.ref
         assert isinstance(ref, TensorRef)
         if any(intersect(fragment.box, pair.global_box) for pair in item.slice.pairs):
-            owner = int(ref.path[len(_PREFIX) : -1])
+            owner = memory_rank(ref.path)
             copies[fragment.box] = (*copies.get(fragment.box, ()), (owner, ref.offset))
     return {box: (of_box, box.numel * item.source.dtype.itemsize) for box, of_box in copies.items()}
 

@@ -18,7 +18,7 @@ from ucp.core.index import STEP, WEIGHT, AtomIndex, Index
 from ucp.core.target import full_slice
 from ucp.core.tensor import DType
 from ucp.errors import LoadError, format_count, format_list
-from ucp.live.parts import LiveParam, LivePart, LiveTensor, LoadItem
+from ucp.live.parts import LiveParam, LivePart, LiveTensor, LoadItem, is_memory
 
 _MOST_RENAMES = 3
 """Functions for `rename=` that a message proposes."""
@@ -237,9 +237,12 @@ def match_states(
     has_states = any(item.state != WEIGHT for item in items)
     has_states |= any(atom.is_cast for atom in index.atoms.values())  # a replay brings the others
     if not has_optimizer and filled:
+        remedy = "leave optimizer= out (an engine of DeepSpeed: optimizer=False), or pass strict=False to start with"
         findings.problems.append(
-            "the checkpoint holds weights only, and no optimizer states: leave optimizer= out (an engine of "
-            "DeepSpeed: optimizer=False), or pass strict=False to start with a new optimizer"
+            "the snapshot in memory holds no optimizer states: it was taken without the optimizer. Pass it to "
+            f"Snapshots.take; now, load without snapshots=, {remedy} a new optimizer"
+            if _is_from_memory(index)
+            else f"the checkpoint holds weights only, and no optimizer states: {remedy} a new optimizer"
         )
     if any(matched[param.name] in grouped for param in stateful) and not has_states and index.step != 0:
         findings.problems.append(
@@ -265,6 +268,10 @@ def note_rounded(weights: Sequence[LoadItem], params: Sequence[LiveParam], findi
             f"{format_count(len(rounded), 'weight is', 'weights are')} stepped in {rounded[0].slice.dtype}, but saved "
             f"in {rounded[0].source.dtype}: without master weights, training continues from rounded weights"
         )
+
+
+def _is_from_memory(index: Index) -> bool:
+    return any(is_memory(fragment.path) for _, _, state in index.states() for fragment in state.fragments)
 
 
 def _list_states(atom: AtomIndex) -> list[str]:

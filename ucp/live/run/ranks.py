@@ -6,6 +6,9 @@ rank, all take the same steps, so that none waits for another that has failed. I
 
 from __future__ import annotations
 
+import pickle
+import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
+
+_LET_GO_SECONDS = 1.0
+"""Time for which a collective waits until gloo has let go of its tensors, at most; it takes microseconds."""
 
 
 class PeerLostError(LoadError):
@@ -89,13 +95,19 @@ class ProcessGroupRanks:
         self._into_one = self._can_gather_into_one()
 
     def share(self, value: T) -> list[T]:
-        """`all_gather_object`."""
-        from torch import distributed
+        """Gather the lengths of pickles, and then the pickles, as `all_gather_object` does."""
+        import torch
 
-        values: list[T] = [value] * self.count
-        with _translate_lost_peer(range(self.count)):
-            distributed.all_gather_object(values, value, group=self._group)
-        return values
+        data = pickle.dumps(value)
+        length = torch.tensor([len(data)], device=self.device)
+        gathered_lengths = length.new_empty(self.count, 1)
+        self.gather(length, gathered_lengths, range(self.count))
+        lengths = gathered_lengths.flatten().tolist()
+        part = torch.frombuffer(bytearray(data.ljust(max(lengths), b"\0")), dtype=torch.uint8).to(self.device)
+        gathered = part.new_empty(self.count, len(part))
+        self.gather(part, gathered, range(self.count))
+        pickles = zip(gathered.cpu().numpy(), lengths, strict=True)
+        return [pickle.loads(row[:length].tobytes()) for row, length in pickles]  # noqa: S301  # from processes of the same job
 
     def swap(self, parts: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
         """`all_to_all_single`, of the lengths and then of the numbers."""
@@ -117,9 +129,28 @@ class ProcessGroupRanks:
             if len(members) < self.count:
                 self._send_to_members(part, gathered, members)
             elif self._into_one:
-                _gather_into_one(gathered.view(-1), part, self._group)
+                self._lend(lambda one, mine: _gather_into_one(one, mine, self._group), gathered.view(-1), part)
             else:
-                distributed.all_gather(list(gathered.unbind(0)), part, group=self._group)
+                self._lend(
+                    lambda mine, *rows: distributed.all_gather(list(rows), mine, group=self._group), part, *gathered
+                )
+
+    def _lend(self, collective: Callable[..., object], *tensors: torch.Tensor) -> None:
+        """Call `collective` with `tensors`, and wait until no thread of gloo refers to what it got.
+
+        A thread of gloo may let go of a tensor long after the result is there. If that is the last reference to the
+        Python object, it needs the interpreter, and if the program ends meanwhile, C++ aborts the process: "terminate
+        called without an active exception" (torch 2.13, ProcessGroupGloo::runLoop).
+        """
+        aliases = [tensor.detach() for tensor in tensors]
+        references = [weakref.ref(alias) for alias in aliases]
+        collective(*aliases)
+        del aliases
+        deadline = time.monotonic() + _LET_GO_SECONDS
+        while self.device.type == "cpu" and any(reference() is not None for reference in references):
+            if time.monotonic() > deadline:  # a debugger, say, refers to them
+                return
+            time.sleep(0)
 
     def _send_to_members(self, part: torch.Tensor, gathered: torch.Tensor, members: Sequence[int]) -> None:
         from torch import distributed
@@ -141,7 +172,11 @@ class ProcessGroupRanks:
         sent = values.to(self.device)
         received = sent.new_empty(sum(received_sizes))
         with _translate_lost_peer(range(self.count)):
-            distributed.all_to_all_single(received, sent, received_sizes, sizes, group=self._group)
+            self._lend(
+                lambda into, of: distributed.all_to_all_single(into, of, received_sizes, sizes, group=self._group),
+                received,
+                sent,
+            )
         return received.cpu()
 
     def _can_gather_into_one(self) -> bool:
@@ -150,7 +185,7 @@ class ProcessGroupRanks:
 
         part = torch.zeros(1, dtype=torch.uint8, device=self.device)
         try:
-            _gather_into_one(part.new_zeros(self.count), part, self._group)
+            self._lend(lambda one, mine: _gather_into_one(one, mine, self._group), part.new_zeros(self.count), part)
         except (RuntimeError, NotImplementedError):
             return False
         return True

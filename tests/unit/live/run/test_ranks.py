@@ -1,10 +1,13 @@
+import threading
+
 import numpy as np
 import pytest
 import torch
+from torch import distributed
 
 from tests.unit.live.threads import run
 from ucp.errors import LoadError, MissingFileError, UcpError, UsageError
-from ucp.live.run.ranks import Ranks, SingleRank, find_ranks, run_together
+from ucp.live.run.ranks import ProcessGroupRanks, Ranks, SingleRank, find_ranks, run_together
 
 
 def failing(errors):
@@ -71,3 +74,39 @@ def test_without_torch_distributed_a_process_is_alone():
 def test_ranks_of_the_caller_are_taken_as_they_are():
     own = SingleRank()
     assert find_ranks(own, torch.device("cpu")) is own
+
+
+@pytest.mark.parametrize("into_one", [True, False])
+def test_no_thread_of_gloo_refers_to_tensors_once_a_collective_is_over(into_one, monkeypatch):
+    """If it did at the end of the program, the process would abort."""
+    lent = []
+
+    def let_go_later(*tensors):
+        lent.append(tensors)
+        threading.Timer(0.01, lent.clear).start()
+
+    def gather_into_one(gathered, part, group):
+        if not into_one:
+            raise NotImplementedError
+        gathered.copy_(part)
+        let_go_later(gathered, part)
+
+    def gather(rows, part, group):
+        rows[0].copy_(part)
+        let_go_later(*rows, part)
+
+    def exchange(received, sent, received_sizes, sizes, group):
+        received.copy_(sent)
+        let_go_later(received, sent)
+
+    monkeypatch.setattr(distributed, "get_rank", lambda group: 0)
+    monkeypatch.setattr(distributed, "get_world_size", lambda group: 1)
+    monkeypatch.setattr(distributed, "all_gather_single", gather_into_one, raising=False)
+    monkeypatch.setattr(distributed, "all_gather", gather)
+    monkeypatch.setattr(distributed, "all_to_all_single", exchange)
+    ranks = ProcessGroupRanks(None, torch.device("cpu"))
+    assert not lent
+    assert ranks.share({"step": 3}) == [{"step": 3}]
+    assert not lent
+    assert ranks.swap([np.arange(3, dtype=np.uint64)])[0].tolist() == [0, 1, 2]
+    assert not lent

@@ -18,8 +18,8 @@ from ucp.core.target import full_slice
 from ucp.core.tensor import DType, TensorRef
 from ucp.errors import StaleError, UsageError
 from ucp.live.exchange.carry import CarryOptions
-from ucp.live.exchange.memory import carry_with_memory, memory_path
-from ucp.live.parts import LoadItem
+from ucp.live.exchange.memory import carry_with_memory
+from ucp.live.parts import LoadItem, memory_path
 
 EXPERTS, WIDTH = 6, 4
 BYTES = 3 * WIDTH * WIDTH * 4

@@ -15,7 +15,7 @@ import ucp
 from tests.unit.live.saving.test_chain import EXPERTS, make_moe
 from tests.unit.live.threads import ThreadRanks
 from tests.unit.live.threads import run as run_threads
-from ucp.errors import StaleError, UsageError
+from ucp.errors import LoadError, StaleError, UsageError
 from ucp.saving.part import write_part
 
 TOPOLOGY = "dp=2,ep=2"
@@ -107,6 +107,17 @@ def test_survivors_recover_newer_experts_beside_the_rest_of_the_last_link(
     loaded = [weakref.ref(holding.tensor) for holding in memories[0]._snapshots[-1].tensors.values()]
     assert run_threads(2, go_on) == [7, 7]  # the new rank takes the turn of rank 0
     assert not any(tensor() is not None for tensor in loaded)
+
+
+def test_a_snapshot_without_the_optimizer_is_named_as_what_lacks_its_states(tmp_path: Path) -> None:
+    model, optimizer = make_part(0, 1)
+    ucp.save(model, optimizer, None, tmp_path / "step1", step=1, chain=True)
+    snapshots = ucp.Snapshots()
+    snapshots.take(model, None, None, step=2)
+    with pytest.raises(LoadError) as caught:
+        ucp.load_into(model, None, tmp_path, optimizer=optimizer, snapshots=snapshots)
+    assert "Snapshots.take" in str(caught.value)
+    assert ucp.load_into(model, None, tmp_path, snapshots=snapshots).step == 2
 
 
 def test_every_expert_is_written_in_turn(tmp_path: Path) -> None:
