@@ -16,6 +16,13 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
+def lone_worker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small conversion stays in this process: tests of several workers ask for them."""
+    if request.node.get_closest_marker("integration") is None:
+        monkeypatch.setattr("ucp.conversion.prepare.count_cores", lambda: 1)
+
+
+@pytest.fixture(autouse=True)
 def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spares the disk: tests of what is fsynced count the calls themselves."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)

@@ -104,27 +104,32 @@ def test_reading_commands_import_no_torch(zero3: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("folder", "own", "read_by"),
+    ("folder", "own", "read_by", "idle"),
     [
-        ("deepspeed/z3-dp4-fp32/checkpoint", "ucp_formats.deepspeed", "read.index"),
-        ("deepspeed/z1-dp4-fp32/universal", "ucp_formats.deepspeed", "read.universal.index"),
-        ("megatron/llama-tp2-dp2-dp/checkpoint", "ucp_formats.megatron", "torch_dist.source"),
-        ("megatron/gpt-tp2-pp2-torch/checkpoint", "ucp_formats.megatron", "legacy.source"),
+        (
+            "deepspeed/z3-dp4-fp32/checkpoint",
+            "ucp_formats.deepspeed",
+            "read.index",
+            {"ucp.families", "tomllib", "ucp_formats.deepspeed.read.ranks.parallel"},
+        ),
+        ("deepspeed/z1-dp4-fp32/universal", "ucp_formats.deepspeed", "read.universal.index", set()),
+        ("megatron/llama-tp2-dp2-dp/checkpoint", "ucp_formats.megatron", "torch_dist.source", set()),
+        ("megatron/gpt-tp2-pp2-torch/checkpoint", "ucp_formats.megatron", "legacy.source", set()),
     ],
 )
-def test_formats_that_a_checkpoint_is_not_of_are_known_by_names_alone(folder: str, own: str, read_by: str) -> None:
-    """All formats are asked whether it is theirs; readers are imported for the one that it is."""
+def test_formats_that_a_checkpoint_is_not_of_are_known_by_names_alone(
+    folder: str, own: str, read_by: str, idle: set[str]
+) -> None:
+    """All formats are asked whether it is theirs; readers are imported for the one that it is.
+
+    `idle`: what a run of data parallelism has no use for, such as model families.
+    """
     modules = imported(["inspect", FIXTURES.parent / folder])
     assert f"{own}.{read_by}" in modules
     for package in {"ucp_formats.deepspeed", "ucp_formats.megatron"} - {own}:
         light = {package, *(f"{package}.{name}" for name in LIGHT)}
         assert {name for name in modules if name.startswith(package)} <= light
-    assert not modules & {"ucp.store.index", "ucp.store.interpret", "ucp.live.load", "ucp.live.match.items"}
-
-
-def test_a_run_of_data_parallelism_needs_no_model_family(zero3: Path) -> None:
-    modules = imported(["inspect", zero3])
-    assert not modules & {"ucp.families", "tomllib", "ucp_formats.deepspeed.read.ranks.parallel"}
+    assert not modules & {"ucp.store.index", "ucp.store.interpret", "ucp.live.load", "ucp.live.match.items", *idle}
 
 
 def test_convert_imports_no_torch(zero3: Path, tmp_path: Path) -> None:

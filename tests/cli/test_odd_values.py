@@ -34,7 +34,7 @@ ODD = {
 
 @pytest.mark.parametrize("case", ODD)
 def test_every_verb_comes_to_an_end(case: str, ucp: Run, inject: Callable[[Path, bytes], None], tmp_path: Path) -> None:
-    source = shutil.copytree(FIXTURES / "z3-dp4-fp32" / "checkpoint", tmp_path / "source")
+    source = shutil.copytree(FIXTURES / "z3-dp2-fp16" / "checkpoint", tmp_path / "source")
     for file in source.glob("*/*_model_states.pt"):
         inject(file, ODD[case])
     ucp("inspect", source)
@@ -52,7 +52,7 @@ def test_every_verb_comes_to_an_end(case: str, ucp: Run, inject: Callable[[Path,
         "--to",
         "deepspeed",
         "--topology",
-        "dp=2,zero=3",
+        "dp=3,zero=3",
     )
     ucp("verify", tmp_path / "dst", "-q", "--against", source)
 

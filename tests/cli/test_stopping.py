@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.cli.conftest import Run
+from tests.unit.conftest import shrink
 from ucp_cli.stopping import Terminated, heed_termination
 from ucp_cli.verbs import cli
 
@@ -47,18 +48,19 @@ def telling(staging, line):
     note(staging, line)
     os.write(1, b"noted\\n")
 
-if sys.argv.pop(1) == "stuck":
-    Worker.carry_out, Staging.note = stuck, telling
+Worker.carry_out, Staging.note = stuck, telling
 main()
 """
 """`ucp` with blocks so small that a small checkpoint is many tasks.
 
-Told to be stuck, it says when a task is noted as done, and never finishes the seventh.
+It says when a task is noted as done, and never finishes the seventh.
 """
 
 
-def command(how: str, *words: object) -> list[str]:
-    return [sys.executable, "-c", PROGRAM, how, *map(str, words)]
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands in this process have the blocks of `PROGRAM`."""
+    shrink(monkeypatch, block=64, task=128)
 
 
 def children(pid: int) -> list[int]:
@@ -81,11 +83,19 @@ def is_running(pid: int) -> bool:
     ],
 )
 def test_a_conversion_that_is_terminated_is_continued(
-    ucp: Run, zero3: Path, tmp_path: Path, workers: int, send: Callable[[int, int], None], number: int
+    ucp: Run,
+    zero3: Path,
+    tmp_path: Path,
+    small_blocks: None,
+    workers: int,
+    send: Callable[[int, int], None],
+    number: int,
 ) -> None:
     words = ["convert", zero3, tmp_path / "out", "--workers", workers]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command("stuck", *words), start_new_session=True, **pipes) as process:  # type: ignore[call-overload]
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *map(str, words)], start_new_session=True, **pipes
+    ) as process:  # type: ignore[call-overload]
         assert [process.stdout.readline() for _ in range(6)] == ["noted\n"] * 6
         helpers = children(process.pid)
         send(process.pid, number)
@@ -95,8 +105,7 @@ def test_a_conversion_that_is_terminated_is_continued(
     assert len(helpers) == (workers if workers > 1 else 0)
     assert not any(map(is_running, helpers))
     assert not (tmp_path / "out").exists()
-    done = subprocess.run(command("free", *words, "--resume", "--json"), capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["resumed_bytes"] > 0
+    assert json.loads(ucp(*words, "--resume", "--json").stdout)["resumed_bytes"] > 0
     ucp("verify", tmp_path / "out", "--against", zero3)
 
 

@@ -51,21 +51,30 @@ class TestItsTests(EXAMPLE.TestNpyFormat):  # type: ignore[misc,name-defined]  #
     """The tests that the package brings."""
 
 
-def run(site: Path, folder: Path, *words: str) -> str:
+RUN = """
+import sys
+from ucp_cli.verbs import cli
+
+for line in sys.argv[1:]:
+    assert not cli(line.split()[1:], standalone_mode=False), line
+    print(end="\\f")
+"""
+
+
+def run(site: Path, folder: Path, lines: list[str]) -> list[str]:
+    """What commands print, one after another in a process that finds the package."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), str(PACKAGE), *sys.path])}
-    command = [sys.executable, "-m", *words]
+    command = [sys.executable, "-c", RUN, *lines]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done.stdout.split("\f")
 
 
 def test_commands_read_it(site: Path, tmp_path: Path) -> None:
     EXAMPLE.save_run(tmp_path / "run")
-    for line in PAGE.split("Once it is installed:")[1].split("\n## ")[0].splitlines():
-        if "ucp inspect" in line:
-            assert all(text in run(site, tmp_path, *line.split()) for text in ("npy", "latest -> step-100"))
-        elif line.strip():
-            run(site, tmp_path, *line.split())
+    lines = PAGE.split("Once it is installed:")[1].split("\n## ")[0].split("\n")
+    inspected, *_ = run(site, tmp_path, [line for line in lines if line.strip()])
+    assert all(text in inspected for text in ("npy", "latest -> step-100"))
     weights = load_file(tmp_path / "model" / "model.safetensors")
     assert all(np.array_equal(weights[name], array) for name, array in EXAMPLE.WEIGHTS.items())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -13,12 +12,15 @@ from ucp_patterns.replicate import Replicate
 from ucp_patterns.shard import Shard
 
 import ucp
+from tests.cli.pages.web.test_page import names as page_names
 from tests.registry import checkpoints, count, degrees, kinds, read
 from ucp.conversion.options import make_options
 from ucp.conversion.prepare import prepare
 from ucp.core.index import AtomIndex, Index
 from ucp.core.layout import AxisLayout, Layout, Overlap, Pattern, place
 from ucp.core.region import Box, RegionPair
+from ucp_cli.pages.web.contents import inspect_contents
+from ucp_cli.pages.web.write import render
 
 CASES = {path.parent.name: path for path in checkpoints()}
 RECORDED = {"fsdp1-local-orig-dp2"}
@@ -30,15 +32,20 @@ ONE_FILE |= {"ddp-dp2-nanogpt", "fsdp2-dp2-full", "lightning"}
 """Those of them in one file for all ranks."""
 
 
-@cache
-def index_of(case: str) -> Index:
-    return read(CASES[case])
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_patterns_place_what_is_read(case: str) -> None:
+def test_a_kept_checkpoint_lies_as_its_patterns_say_and_has_a_page(case: str) -> None:
+    index = read(CASES[case])  # once for all that is said of it
+    check_placed(index, case)
+    check_wrong_layouts_are_noticed(index, case)
+    if case in OF_RANKS:
+        check_layouts_can_be_wrong(index, case)
+    contents = inspect_contents(index)
+    assert page_names(contents.data) == list(index.atoms)
+    assert "</html>" in render(contents)
+
+
+def check_placed(index: Index, case: str) -> None:
     kinds_allowed = {"placed", "checked", *({"recorded"} if case in RECORDED else ())}
-    index = index_of(case)
     assert {axis: dict(kinds) for axis, kinds in count(index).items() if set(kinds) - kinds_allowed} == {}
     assert all(axis.known_from for atom in index.atoms.values() for axis in atom.layout.all_axes)
     bare = (replace(atom, layout=Layout()) for atom in index.atoms.values())
@@ -102,10 +109,9 @@ def boxes(atom: AtomIndex) -> list[set[Box]]:
         return []
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_wrong_layout_is_noticed(case: str) -> None:
+def check_wrong_layouts_are_noticed(index: Index, case: str) -> None:
     """Of boxes of `.metadata` no rank is recorded: there only layouts of other boxes are wrong to see."""
-    index, has_ranks = index_of(case), case in OF_RANKS
+    has_ranks = case in OF_RANKS
     unnoticed = []
     for (name, atom), mutation in product(index.atoms.items(), MUTATIONS):
         for axis, kind in kinds(index, atom).items():
@@ -119,9 +125,7 @@ def test_every_wrong_layout_is_noticed(case: str) -> None:
     assert unnoticed == []
 
 
-@pytest.mark.parametrize("case", OF_RANKS)
-def test_every_checkpoint_of_ranks_has_layouts_that_can_be_wrong(case: str) -> None:
-    index = index_of(case)
+def check_layouts_can_be_wrong(index: Index, case: str) -> None:
     found = [kinds(index, atom) for atom in index.atoms.values()]
     assert any("placed" in own.values() for own in found) == (case not in ONE_FILE)
     turned = [mutated(atom, Turned, axis) for atom in index.atoms.values() for axis in kinds(index, atom)]

@@ -18,23 +18,23 @@ from ucp_cli.pages.render import write, write_json
 _HOUR = 3600
 _NUMBERS = {
     "iter-time": ("S", "Seconds of an iteration."),
-    "mtbf": ("H", "Hours between failures, the mean. With --trace, the trace's by default."),
+    "mtbf": ("H", "Mean hours between failures.  [default: those of --trace]"),
     "params-dense": ("N", "Parameters outside experts."),
     "params-expert": ("N", "Parameters of all experts of all layers."),
-    "experts": ("N", "Experts of a layer."),
+    "experts": ("N", "Experts in a layer."),
     "moe-layers": ("N", "Layers with experts."),
-    "bandwidth": ("N", "Bytes that all ranks together write to storage per second (`ucp bench`)."),
-    "copy-bandwidth": ("N", "Bytes copied from all GPUs to hosts per second; without it, copies take no time."),
-    "peer-bandwidth": ("N", "Bytes that all hosts copy to one another per second; without it, none do."),
+    "bandwidth": ("N", "Bytes per second that all ranks together write to storage (`ucp bench`)."),
+    "copy-bandwidth": ("N", "Bytes per second that all GPUs copy to hosts.  [default: copies take no time]"),
+    "peer-bandwidth": ("N", "Bytes per second that all hosts copy to one another.  [default: they copy none]"),
     "overlap": ("X", "Share of an iteration in which copies do not slow it down.  [default: 0.5]"),
     "restart": ("S", "Seconds from a failure until loading begins.  [default: 0]"),
     "weight-nbytes": ("N", "Bytes of a parameter as the model computes with it.  [default: 2]"),
-    "state-nbytes": ("N", "Bytes of its master and moments.  [default: 12]"),
-    "iterations": ("N", "Iterations of the whole run, for lost tokens.  [default: 100000]"),
-    "max-plt": ("X", "Proportion of tokens that experts may lose.  [default: 0.0375]"),
-    "gpu-memory": ("N", "Bytes of all GPUs, for the memory plan; with --host-memory and --disk."),
-    "host-memory": ("N", "Bytes of the memory of all hosts."),
-    "disk": ("N", "Bytes of the disks of all hosts."),
+    "state-nbytes": ("N", "Bytes of a parameter's master and moments.  [default: 12]"),
+    "iterations": ("N", "Iterations of the whole run, to count lost tokens.  [default: 100000]"),
+    "max-plt": ("X", "Share of tokens that experts may lose.  [default: 0.0375]"),
+    "gpu-memory": ("N", "Memory of all GPUs in bytes, for the memory plan; with --host-memory and --disk."),
+    "host-memory": ("N", "Memory of all hosts in bytes."),
+    "disk": ("N", "Disks of all hosts in bytes."),
 }
 """Options with a number or a range."""
 
@@ -59,9 +59,14 @@ def takes_numbers(command: Callable[..., None]) -> Callable[..., None]:
     "--checkpoint", type=PATH, metavar="PATH", help="A checkpoint of the run, for its parameters and experts."
 )
 @click.option(
-    "--measure", type=PATH, metavar="DIR", help="Storage of the run: write 1 GiB there, from here, for --bandwidth."
+    "--measure",
+    type=PATH,
+    metavar="DIR",
+    help="Folder in the run's storage: write 1 GiB there, and use the rate as --bandwidth.",
 )
-@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Also draw the ways' progress (.svg).")
+@click.option(
+    "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Also draw the progress of each way (.svg)."
+)
 @click.option("--trace", type=PATH, metavar="FILE", help="Times of failures, seconds from the start, one per line.")
 @as_json
 def command(
@@ -75,9 +80,9 @@ def command(
 ) -> None:
     """Say how often to save a run, and how.
 
-    For each way of saving: the best interval, the stall of a save, what a failure costs, and the share of time in which
-    the run makes progress, by a formula and by a simulation of failures. A number may be a range, such as 2-4; the
-    result is then one, too. Numbers may have units: 25GB, 14G.
+    For each way of saving, shows the best interval, the stall of a save, what a failure costs, and the share of time in
+    which the run makes progress, by a formula and by a simulation of failures. A number may be a range, such as 2-4;
+    results are then ranges, too. Numbers may have units: 25GB, 14G.
     """
     values: dict[str, Range | float | str] = {name: text for name, text in numbers.items() if text is not None}
     if "mtbf" in values:

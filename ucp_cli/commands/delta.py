@@ -23,14 +23,14 @@ from ucp_cli.progress import watch
     type=PATH,
     metavar="DIR",
     required=True,
-    help="Folder to write. A name such as weight_v000007 says the version.",
+    help="Folder to write. A name such as weight_v000007 gives the version.",
 )
 @click.option(
     "--encoding",
     type=click.Choice(["xor", "overwrite"]),
     default="xor",
     show_default=True,
-    help="What a patch is: old bytes xor new ones, or positions and new bytes.",
+    help="What a patch holds: old bytes xor new ones, or positions and new bytes.",
 )
 @takes_options(ExpertArguments)
 @progress
@@ -48,9 +48,9 @@ def command(
 ) -> None:
     """Write a checkpoint as patches of another one.
 
-    B is written as patches of A: two checkpoints of one model, in any formats.
+    A and B are checkpoints of one model, in any formats; B is written as patches of A.
 
-    The folder is in the layout of slime and SGLang. ucp reads it as B, as long as A is where it is.
+    The folder has the layout of slime and SGLang. ucp reads it as B, as long as A stays where it is.
     """
     report = api.delta(a, b, out, encoding=encoding, observer=watch(progress, quiet=quiet), **options)
     if as_json:

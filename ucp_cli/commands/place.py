@@ -54,8 +54,8 @@ def _list_given() -> list[str]:
     ),
 )
 @click.option("--loads", type=PATH, metavar="FILE", help="Tokens of each expert: a file, or a checkpoint.")
-@click.option("--nodes", type=_COUNT, metavar="N", help="Nodes.")
-@click.option("--gpus", type=_COUNT, metavar="G", default=1, show_default=True, help="GPUs of a node.")
+@click.option("--nodes", type=_COUNT, metavar="N", help="Number of nodes.")
+@click.option("--gpus", type=_COUNT, metavar="G", default=1, show_default=True, help="GPUs in a node.")
 @click.option("--slots", type=_COUNT, metavar="C", help="Experts of a layer that fit on a GPU.")
 @click.option(
     "--threshold",
@@ -63,35 +63,37 @@ def _list_given() -> list[str]:
     metavar="F",
     default=2,
     show_default=True,
-    help="Distinct nodes that every expert is on, at least.",
+    help="Least number of distinct nodes that an expert is on.",
 )
 @click.option(
     "--goal",
     type=click.Choice(["survival", "balance"]),
     default="survival",
     show_default=True,
-    help="What is wanted most; the other decides between equals.",
+    help="What counts first; the other decides between equals.",
 )
 @click.option("--form", type=click.Choice(list(FORMS)), metavar="FORM", help=f"Form of --out: {', '.join(FORMS)}.")
 @click.option("--out", type=PATH, metavar="FILE", help="Also write the placement to FILE, in the form of --form.")
-@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Also draw it: experts by nodes (.svg).")
 @click.option(
-    "--from", "previous", type=PATH, metavar="FILE", help="The placement until now, in any form: show what must move."
-)
-@click.option("--lost", type=parse_nodes, metavar="N,N", help="With --from: nodes of it that are lost.")
-@click.option("--from-nodes", type=_COUNT, metavar="N", help="With --from: its nodes.  [default: --nodes plus --lost]")
-@click.option(
-    "--checkpoint", type=PATH, metavar="PATH", help="With --from: a checkpoint that tells the bytes of experts."
+    "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Also draw the experts of each node (.svg)."
 )
 @click.option(
-    "--bandwidth", type=parse_memory_option, metavar="N", help="With --from: bytes a second of a node, such as 25GB."
+    "--from", "previous", type=PATH, metavar="FILE", help="The placement so far, in any form: show what must move."
+)
+@click.option("--lost", type=parse_nodes, metavar="N,N", help="With --from: those of its nodes that are lost.")
+@click.option(
+    "--from-nodes", type=_COUNT, metavar="N", help="With --from: how many nodes it has.  [default: --nodes plus --lost]"
+)
+@click.option("--checkpoint", type=PATH, metavar="PATH", help="With --from: a checkpoint, for the bytes of an expert.")
+@click.option(
+    "--bandwidth", type=parse_memory_option, metavar="N", help="With --from: bytes per second of a node, such as 25GB."
 )
 @click.option(
     "--tolerance",
     type=click.FloatRange(min=0),
     metavar="SHARE",
     help="With --from: let experts exchange slots, so that fewer move, if the busiest GPU gets at most this share more "
-    "tokens, such as 0.05; survival stays what it is.",
+    "tokens, such as 0.05. Survival does not change.",
 )
 @click.option(
     "--tasks", type=parse_loads_of_tasks, metavar="X:X", help="Instead of experts: loads of tasks that share --gpus."
@@ -119,14 +121,14 @@ def command(
 ) -> None:
     """Place experts on GPUs by load, so that lost nodes cost none.
 
-    Experts with many tokens get several slots. Every expert is on --threshold distinct nodes, and of the placements
-    that are tried, the one is taken that loses an expert least often when nodes are lost (--goal survival), or whose
-    busiest GPU has fewest tokens (--goal balance).
+    Experts with many tokens get several slots, and every expert is on --threshold distinct nodes. Of several placements
+    ucp takes the one that least often loses an expert when nodes are lost (--goal survival), or the one whose busiest
+    GPU has the fewest tokens (--goal balance).
 
-    FILE of --loads is of SGLang's recorder (.pt), an EPLB log (.jsonl), JSON ([layers][experts], {layer: [experts]}),
-    or a checkpoint. With --from, the page also says which experts move, from which node to which.
+    --loads takes a file of SGLang's recorder (.pt), an EPLB log (.jsonl), JSON ([layers][experts], {layer: [experts]}),
+    or a checkpoint. With --from, the page also says which experts move, and from which node to which.
 
-    With --tasks, it says how many of --gpus each task of a multi-task run gets, so that the busiest GPU has least.
+    With --tasks, it shares --gpus out among the tasks of a multi-task run, so that the busiest GPU has the least load.
     """
     if tasks is not None and set(_list_given()) <= {"tasks", "gpus", "as_json"}:
         allotted = allot_gpus(tasks, gpus=gpus)

@@ -54,10 +54,13 @@ def allocations(total: int, experts: int, least: int = 1) -> Iterator[tuple[int,
 
 
 def best_survival(nodes: int, slots: int, replicas: Sequence[int]) -> tuple[float, ...]:
-    """The most sets of each size that any placement survives, by trying all: experts get sets of nodes."""
-    choices = range(1, 1 << nodes)
+    """The most sets of each size that any placement survives, by trying all: experts get sets of nodes.
+
+    Nodes are alike, so the first expert gets the first of them.
+    """
     reached = {((0,) * nodes, frozenset[int]())}
-    for count in replicas:
+    for number, count in enumerate(replicas):
+        choices = range(1, 1 << nodes) if number else [(1 << n) - 1 for n in range(1, nodes + 1)]
         reached = {
             (room, frozenset(minimal([*masks, mask])))
             for used, masks in reached

@@ -212,17 +212,20 @@ def test_the_memory_of_the_index_is_what_the_plan_says(tmp_path: Path, target: s
     assert 0 < peaks[1] - peaks[0] <= stated[1] - stated[0] <= 4 * (peaks[1] - peaks[0])
 
 
-@pytest.mark.parametrize("target", ["ucp", "torch"])
+SMALL_DICTS = [{"sample": number, "name": str(number)} for number in range(4_000)]
+
+
 @pytest.mark.parametrize(
-    "client_state",
+    ("target", "client_state"),
     [
-        [{"sample": number, "name": str(number)} for number in range(4_000)],
-        bytes(range(256)) * 20_000,
-        "x" * 5_000_000,
+        ("ucp", SMALL_DICTS),
+        ("torch", SMALL_DICTS),
+        ("ucp", bytes(range(256)) * 20_000),
+        ("torch", "x" * 5_000_000),
     ],
-    ids=["small dicts", "bytes", "text"],
+    ids=["ucp-small dicts", "torch-small dicts", "ucp-bytes", "torch-text"],
 )
-def test_the_memory_of_client_state_is_what_the_plan_says(tmp_path: Path, client_state: object, target: str) -> None:
+def test_the_memory_of_client_state_is_what_the_plan_says(tmp_path: Path, target: str, client_state: object) -> None:
     torch = pytest.importorskip("torch")
     stated, peaks = [], []
     for name, value in (("without", None), ("with", client_state)):

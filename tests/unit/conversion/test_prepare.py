@@ -26,9 +26,10 @@ def test_the_projected_memory_is_within_the_budget(source, memory, workers):
     assert prepared.threads >= 1
 
 
-def test_a_number_of_workers_may_be_left_out(source):
+def test_a_number_of_workers_may_be_left_out(source, monkeypatch):
     assert ucp.plan(source, workers=1).workers == 1
-    assert ucp.plan(source).workers >= 1
+    monkeypatch.setattr("ucp.conversion.prepare.count_cores", lambda: 3)
+    assert ucp.plan(source).workers == 3
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5])

@@ -79,7 +79,8 @@ def rename_to_model(
         shapes = {**{alias: stored[name] for alias, name in index.aliases.items() if name in stored}, **stored}
         names = {*stored, *index.aliases}
         has_names = all(_is_in(names, options.checkpoint_names(tensor)) for tensor in tensors)
-        return has_names, has_names and all(_has_shape(tensor, options, shapes) for tensor in tensors)
+        arguments = run_arguments(index)
+        return has_names, has_names and all(_has_shape(tensor, options, shapes, arguments) for tensor in tensors)
 
     has_names, has_shapes = (all(of_ranks) for of_ranks in zip(*ranks.share(run_together(ranks, compare)), strict=True))
     if options.naming != Naming() or has_shapes:
@@ -189,10 +190,10 @@ def _find_styles(index: Index, tensors: Sequence[LiveTensor], options: NameOptio
             continue
         if all(_is_in(recipes, options.checkpoint_names(tensor)) for tensor in tensors):
             translated[style] = recipes
-    with_shapes = set()
+    with_shapes, arguments = set(), run_arguments(index)
     for style, by_name in translated.items():
         shapes = {name: recipe.shape for name, recipe in by_name.items()}
-        if all(_has_shape(tensor, options, shapes) for tensor in tensors):
+        if all(_has_shape(tensor, options, shapes, arguments) for tensor in tensors):
             with_shapes.add(style)
     return _Styles(
         family=family,
@@ -214,8 +215,16 @@ def _is_read(family: Family, names: Sequence[str], style: str) -> bool:
         return False
 
 
-def _has_shape(tensor: LiveTensor, options: NameOptions, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+def _has_shape(
+    tensor: LiveTensor,
+    options: NameOptions,
+    shapes: Mapping[str, tuple[int, ...]],
+    arguments: Mapping[str, object],
+) -> bool:
+    """Whether the checkpoint has the shape of a tensor. `arguments`: of the saved run, which may have padded it."""
     shape = next(shapes[name] for name in options.checkpoint_names(tensor) if name in shapes)
+    if _lacks_padding(tensor, shape, arguments):
+        return True
     try:
         tensor.part.to_slice(tensor.name, WEIGHT, shape, tensor.dtype)
     except ValueError:
@@ -225,27 +234,28 @@ def _has_shape(tensor: LiveTensor, options: NameOptions, shapes: Mapping[str, tu
 
 def drop_padding(index: Index, tensors: Sequence[LiveTensor], options: NameOptions, ranks: Ranks) -> Index:
     """`index` without the rows that pad the vocabulary of the saved run, as far as the model lacks them. Collective."""
-    arguments = run_arguments(index)
-    vocabulary, padded = arguments.get("vocab_size"), arguments.get("padded_vocab_size")
-    if not (isinstance(vocabulary, int) and isinstance(padded, int)):
-        return index
     rows: dict[str, int] = {}
     for tensor in tensors:
-        if tensor.part.is_padded:  # the run's framework says how
-            continue
-        local = tensor.part.global_shape or tensor.part.local_shape
         name = next((name for name in options.checkpoint_names(tensor) if name in index.atoms), None)
-        stored = () if name is None else index.atoms[name].global_shape
-        if name is not None and stored and local and stored[0] == padded and stored[1:] == local[1:]:
-            rows |= {name: local[0]} if vocabulary <= local[0] < padded else {}
+        if name is not None and _lacks_padding(tensor, index.atoms[name].global_shape, run_arguments(index)):
+            rows[name] = (tensor.part.global_shape or tensor.part.local_shape)[0]
     rows = {name: kept for of_rank in ranks.share(rows) for name, kept in of_rank.items()}
     if not rows:
         return index
     atoms = {name: keep_rows(index.atoms[name], kept) for name, kept in rows.items()}
-    note = f"padding of the vocabulary ({padded:,} rows in the checkpoint) is not loaded: " + ", ".join(
-        f"{name} has {kept:,} rows in the model" for name, kept in rows.items()
+    note = "rows that pad the vocabulary in the checkpoint are not loaded: " + ", ".join(
+        f"{name} has {kept:,} of {index.atoms[name].global_shape[0]:,}" for name, kept in rows.items()
     )
     return replace(index, atoms={**index.atoms, **atoms}, notes=(*index.notes, note))
+
+
+def _lacks_padding(tensor: LiveTensor, stored: tuple[int, ...], arguments: Mapping[str, object]) -> bool:
+    """Whether `stored` is the shape of a tensor in a run that padded its vocabulary, and the model has fewer rows."""
+    vocabulary, padded = arguments.get("vocab_size"), arguments.get("padded_vocab_size")
+    shape = tensor.part.global_shape or tensor.part.local_shape
+    if tensor.part.is_padded or not shape or not isinstance(vocabulary, int) or not isinstance(padded, int):
+        return False
+    return stored == (padded, *shape[1:]) and vocabulary <= shape[0] < padded
 
 
 def reorder_to_optimizer(index: Index, path: Path, run: LiveRun, options: NameOptions, ranks: Ranks) -> Index:
