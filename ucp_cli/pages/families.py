@@ -49,6 +49,7 @@ def family_page(family: Family, style: str | None) -> list[Section | RenderableT
                 ("needs names", ", ".join(evidence.names)),
                 ("excludes names", ", ".join(evidence.absent)),
                 ("needs arguments", ", ".join(f"{name} = {value!r}" for name, value in evidence.arguments.items())),
+                ("always has", ", ".join(family.required)),
                 ("fixed sizes", ", ".join(f"{name} = {value}" for name, value in family.constants.items())),
                 ("styles", ", ".join((CANONICAL, *family.styles))),
             ]
@@ -151,6 +152,7 @@ def family_document(family: Family) -> dict[str, object]:
             "absent": list(family.evidence.absent),
             "arguments": dict(family.evidence.arguments),
         },
+        "required": list(family.required),
         "given": dict(family.constants),
         "sizes": {name: [str(way) for way in sources] for name, sources in family.sizes.items()},
         "styles": list(family.styles),
