@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
-from ucp.contract.model import run_arguments
+from ucp.contract.model import recorded_arguments, run_arguments
 from ucp.contract.protocols import Naming, SourceOptions, Target
 from ucp.contract.registry import choose_family, library, naming_style_of
 from ucp.core.gaps import check_weights
@@ -62,6 +63,7 @@ def rename_source(
     renamed = translate_names(index, family, style, naming.source)
     if renamed is not index:
         _check_complete(index, family, naming.source)
+        renamed = replace(renamed, notes=(*renamed.notes, *_note_other_model(index, family)))
     return RenamedSource(index=renamed, family=family.name, used=used)
 
 
@@ -77,6 +79,25 @@ def _check_complete(index: Index, family: Family, source: str) -> None:
             "but norms without weights), name that family (--family), or write the model under its own names (--to "
             "deepspeed, deepspeed-universal, dcp or ucp, without --names). If the source holds a part of a model on "
             f'purpose, pass a rules file with extends = ["{family.name}"] and required = [] (--patterns my.toml)'
+        )
+
+
+def _note_other_model(index: Index, family: Family) -> Iterator[str]:
+    """A note if the configuration has values that no model of the family has: Gemma has the names of Llama."""
+    expected: dict[str, list[object]] = {}
+    for part in chain.from_iterable(family.configs.values()):
+        for key, value in part.fixed.items():
+            expected[key] = [value] if part.when is None else [*expected.get(key, ()), value]
+    recorded = recorded_arguments(index)
+    differences = [
+        f"{key} = {recorded[key]!r} (not {' or '.join(map(repr, values))})"
+        for key, values in expected.items()
+        if isinstance(recorded.get(key), str | bool) and recorded[key] not in values
+    ]
+    if differences:
+        yield (
+            f"the names are those of the family {family.name}, but the configuration says {', '.join(differences)}: "
+            "make sure that the model which loads these weights computes what the source computes"
         )
 
 

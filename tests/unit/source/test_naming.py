@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -249,6 +250,18 @@ def test_a_model_without_what_its_family_always_has_is_refused(tmp_path: Path) -
     assert len(chosen.source.atoms) == 4
     with pytest.raises(MisfitError, match=r"these 1:\n  decoder\.layers\.1\.mlp\.linear_fc2\.weight"):
         plan(of_llama(tmp_path / "hole", lacks="*1.mlp.down*"), settings=sizes, names="mcore")
+
+
+@pytest.mark.parametrize("differs", [{}, {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"}])
+def test_a_model_of_another_type_with_the_names_of_a_family_is_noted(tmp_path: Path, differs: dict[str, str]) -> None:
+    """Gemma has Llama's names, but another activation and norms: the bits would be right, and the losses wrong."""
+    source = tmp_path / "model"
+    shutil.copytree(FIXTURES / "huggingface" / "llama" / "model", source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | differs))
+    notes = [note for note in plan(source, to="megatron", topology="tp=1").notes if "the names are those" in note]
+    assert [all(value in note for value in differs.values()) for note in notes] == [True] * bool(differs)
+    assert not any("the names are those" in note for note in plan(source, to="torch").notes)
 
 
 def test_query_groups_that_the_shapes_contradict_are_refused(tmp_path: Path) -> None:
