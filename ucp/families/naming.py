@@ -140,7 +140,7 @@ def describe_misfits(
 
     `beyond`: those of `unmatched` that have a rule, but a number of a layer outside `limits`.
     """
-    parts = []
+    parts, outside = [], set(beyond)
     if beyond:
         sizes = ", ".join(f"{limit} {field}s" for field, limit in limits.items())
         parts.append(
@@ -148,11 +148,12 @@ def describe_misfits(
             f"the arguments of the run describe it:\n{format_list(beyond)}\n"
             "If you passed a config.json (--set config=DIR), pass that of this model"
         )
-    for names, count in (([name for name in unmatched if name not in beyond], "no rule"), (ambiguous, "two rules")):
+    within = [name for name in unmatched if name not in outside]
+    for names, count in ((within, "no rule"), (ambiguous, "two rules")):
         if names:
             have = format_count(len(names), "name has", "names have")
             parts.append(f"{have} {count} in the family {family!r}:\n{format_list(names)}")
-    if len(unmatched) + len(ambiguous) > len(beyond):
+    if within or ambiguous:
         parts.append(
             "choose another family with --family, or add rules of your own with --patterns my.toml "
             "(`ucp patterns check` shows which names have a rule)"

@@ -98,7 +98,7 @@ def test_parts_that_begin_at_the_same_moment(ucp: Run, mixed: Path, tmp_path: Pa
     """Other sources and targets in parts: tests/unit/conversion/parts, one process after another."""
     options = ["--to", "deepspeed-universal"]
     ucp("convert", mixed, tmp_path / "whole", "--workers", 1, *options)
-    at_once(*(command(mixed, dst, *options, "--workers", 2, "--part", f"{number}/3") for number in (3, 1, 2)))
+    at_once(*(command(mixed, dst, *options, "--workers", 2, "--part", f"{number}/4") for number in (3, 1, 4, 2)))
     assert not dst.exists()
     ucp("convert", mixed, dst, *options, "--finalize")
     assert tree(dst) == tree(tmp_path / "whole")
@@ -107,14 +107,16 @@ def test_parts_that_begin_at_the_same_moment(ucp: Run, mixed: Path, tmp_path: Pa
 
 def test_the_same_part_twice_at_once(ucp: Run, mixed: Path, dst: Path, wanted: dict[str, bytes]) -> None:
     ucp("convert", mixed, dst, "--part", "2/2")
-    at_once(*[command(mixed, dst, "--part", "1/2")] * 2)
+    at_once(*[command(mixed, dst, "--part", "1/2")] * 3)
     ucp("convert", mixed, dst, "--finalize")
     assert tree(dst) == wanted
 
 
-def test_a_part_that_is_killed_is_run_again(ucp: Run, mixed: Path, dst: Path, wanted: dict[str, bytes]) -> None:
-    """With workers; without, at many steps: tests/unit/conversion/parts/test_parts.py."""
-    with stuck(mixed, dst, "--part", "1/2", after=2, workers=2) as part:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_part_that_is_killed_is_run_again(
+    ucp: Run, mixed: Path, dst: Path, wanted: dict[str, bytes], workers: int
+) -> None:
+    with stuck(mixed, dst, "--part", "1/2", after=2, workers=workers) as part:
         part.kill()
     ucp("convert", mixed, dst, "--part", "2/2")
     said = ucp("convert", mixed, dst, "--finalize", code=1).stderr

@@ -6,7 +6,7 @@ import pickle
 import struct
 from collections import OrderedDict
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ucp.io.pickle.emit import emit_pickle
@@ -66,6 +66,9 @@ INERT_TREES = st.recursive(
 )
 
 
+RELAXED = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
 def canonical(value: object) -> object:
     """A value that compares by type, order and bits."""
     match value:
@@ -86,6 +89,7 @@ def canonical(value: object) -> object:
             return type(value).__name__, value
 
 
+@RELAXED
 @given(TREES, st.integers(0, 5))
 def test_reading_is_the_inverse_of_pickling(tree: object, protocol: int) -> None:
     if protocol == 0:
@@ -93,11 +97,13 @@ def test_reading_is_the_inverse_of_pickling(tree: object, protocol: int) -> None
     assert canonical(parse_pickle(pickle.dumps(tree, protocol), where="test").value) == canonical(tree)
 
 
+@RELAXED
 @given(TREES)
 def test_pickle_reads_what_is_written(tree: object) -> None:
     assert canonical(pickle.loads(emit_pickle(tree).data)) == canonical(tree)
 
 
+@RELAXED
 @given(INERT_TREES)
 def test_reading_is_the_inverse_of_writing(tree: object) -> None:
     assert canonical(parse_pickle(emit_pickle(tree).data, where="test").value) == canonical(tree)

@@ -14,7 +14,7 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from ucp_patterns.chunk import Chunk
 from ucp_patterns.replicate import Replicate
@@ -208,6 +208,7 @@ def test_what_several_hold_is_read_once(data, memory):
 
 
 @given(data=st.data(), exchange=EXCHANGES, memory=MEMORY)
+@settings(max_examples=30)
 def test_what_differs_when_it_is_read_again_is_named_by_all(data, exchange, memory):
     """A bit flips on one rank after everything is in place."""
     with shards() as files, small(BOUNDS):
@@ -247,6 +248,7 @@ def test_what_differs_when_it_is_read_again_is_named_by_all(data, exchange, memo
 
 
 @given(data=st.data(), exchange=EXCHANGES, memory=MEMORY, kind=st.sampled_from(["file", "tensor"]))
+@settings(max_examples=30)
 def test_a_failure_on_any_rank_is_raised_by_all(data, exchange, memory, kind):
     with shards() as files, small(BOUNDS):
         world = data.draw(worlds(files, flat=True))

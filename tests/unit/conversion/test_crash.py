@@ -68,7 +68,7 @@ def check_refused(dst: Path) -> None:
             ucp.open(partial / "data")
 
 
-DENSE, COARSE = 4, 2
+DENSE, COARSE = 6, 2
 """Calls up to which each is the last one; beyond, one in so many of what was made before."""
 
 

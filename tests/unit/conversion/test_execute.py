@@ -346,7 +346,8 @@ class TestSystem:
             ucp.convert(large, small_disk / "out")
         assert not (small_disk / "out").exists()
 
-    @pytest.mark.parametrize(("layout", "workers"), [("packed", 2), ("per-parameter", 1)])
+    @pytest.mark.parametrize("workers", [1, 2])
+    @pytest.mark.parametrize("layout", ["packed", "per-parameter"])
     def test_a_disk_that_fills_up_is_one_clear_error(
         self, large, small_disk, monkeypatch, workers, layout, small_blocks
     ):

@@ -140,11 +140,11 @@ class Mortal:
 def test_killed_at_many_moments_it_is_refused_or_complete_and_resumed(
     target, replaces, done, memory, source, tmp_path, small
 ):
-    """One operation on the store of eight is the last one, and each of the few that publish.
+    """One operation on the store of five is the last one, and each of the few that publish.
 
     Every operation: tests/integration/conversion/test_every_call.py.
     """
-    check_killed(memory, source, tmp_path, target, replaces=replaces, done=done, stride=8)
+    check_killed(memory, source, tmp_path, target, replaces=replaces, done=done, stride=5)
 
 
 def check_killed(memory, source, tmp_path, target, *, replaces, done, stride):

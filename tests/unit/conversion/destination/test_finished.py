@@ -35,7 +35,7 @@ def test_every_file_is_looked_at(target, tmp_path):
     alike = Counter()
     for number, (name, data) in enumerate(written.items()):
         alike[Path(name).name] += 1
-        if alike[Path(name).name] > 1:  # those of other parameters
+        if alike[Path(name).name] > 3:  # those of other parameters
             continue
         how = ("cut", "longer", "missing")[number % 3]
         damaged = {how: {"cut": data[:-1], "longer": data + b"\0", "missing": None}[how]}
@@ -87,7 +87,7 @@ def test_what_is_damaged_is_written_anew_if_asked(tmp_path):
             ucp.convert(source_of("ucp"), dst, workers=1, **asked)
 
 
-@pytest.mark.parametrize("target", ["dcp", "deepspeed"])
+@pytest.mark.parametrize("target", ["ucp", "dcp", "huggingface", "deepspeed"])
 def test_a_bucket_is_looked_at_too(target, memory, tmp_path):
     src = source_of(target)
     converted(src, tmp_path, **TARGETS[target])

@@ -472,7 +472,7 @@ def test_keys_chosen_to_be_found_slowly_are_refused(hostile: bytes) -> None:
         range(-5000, 0),
         [random.Random(1).getrandbits(60) for _ in range(5000)],
         [number / 10 for number in range(5000)],
-        *([number << shift for number in range(5000)] for shift in range(1, 48, 3)),
+        *([number << shift for number in range(5000)] for shift in range(1, 48)),
     ],
 )
 def test_numbers_that_nobody_chose_are_keys(keys: Iterable[object]) -> None:
